@@ -125,8 +125,10 @@ class Group {
 
 constexpr int kMostGroups = 64;
 
+// Those of a line's groups: in memory, as they are, or copies.
 struct Scales {
-  float first[kMostGroups], second[kMostGroups];
+  const float *first, *second;
+  float copies[2][kMostGroups];
 };
 
 // kLanes scales, and so many biases.
@@ -146,8 +148,8 @@ Scale LoadScales(const Lines& lines, const uint8_t* scales, const uint8_t* biase
   }
 }
 
-// Those of a line's groups [first, first + count).
-template <ScaleType kScale>
+// Those of a line's groups [first, first + count). NaN may have other bits than in copies.
+template <ScaleType kScale, bool kAnyNan>
 void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, Scales* out) {
   const int size = kScale == ScaleType::kScaleAndBias ? SizeOf(lines.scale_dtype)
                    : kScale == ScaleType::kFloat32    ? 4
@@ -166,6 +168,13 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
   const int64_t begin = (row * lines.line_scales + first) * size;
   const uint8_t *const scales = lines.scales + begin, *const end = lines.scales_end;
   const uint8_t* const biases = lines.biases == nullptr ? scales : lines.biases + begin;
+  if (kScale == ScaleType::kScaleAndBias && kAnyNan && lines.scale_dtype == DType::kF32) {
+    out->first = reinterpret_cast<const float*>(scales);
+    out->second = reinterpret_cast<const float*>(biases);
+    return;
+  }
+  out->first = out->copies[0];
+  out->second = out->copies[1];
   for (int64_t i = 0; i < count; i += kLanes) {
     Scale scale;
     if (i + kLanes <= count || end - (scales + i * size) >= kLanes * size) {
@@ -176,8 +185,8 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
       memcpy(some[1], biases + i * size, (count - i) * size);
       scale = LoadScales<kScale>(lines, some[0], some[1], factor);
     }
-    Store(out->first + i, scale.first);
-    Store(out->second + i, scale.second);
+    Store(out->copies[0] + i, scale.first);
+    Store(out->copies[1] + i, scale.second);
   }
 }
 
@@ -189,7 +198,7 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
 constexpr int kSums = 4;
 
 struct ToMemory {
-  static constexpr bool kInner = false;
+  static constexpr bool kInner = false, kInARow = false;
   float* out;
 
   void operator()(int, Vector v) {
@@ -198,9 +207,36 @@ struct ToMemory {
   }
 };
 
+// How many bytes ahead codes and scales are asked for, where lines are read one after the other.
+// Processors fetch ahead within a page only, and codes, scales and biases are three streams. A
+// piece at a time: many requests at once keep other loads waiting.
+struct Ahead {
+  int64_t codes = 0, scales = 0;
+
+  explicit Ahead(const Lines& lines) {
+    constexpr int64_t kLeast = 2048;
+    if (lines.line_bytes == 0) return;
+    const int64_t count = (kLeast + lines.line_bytes - 1) / lines.line_bytes;  // of lines
+    codes = count * lines.line_bytes;
+    if (lines.biases != nullptr) scales = count * lines.line_scales * SizeOf(lines.scale_dtype);
+  }
+};
+
+constexpr int64_t kCacheLine = 64;
+
+// Asks for `count` bytes that are `ahead` bytes behind `at`.
+inline void Fetch(const void* at, int64_t ahead, int64_t count) {
+  // As a number: a table may end before that.
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(at) + ahead;
+  for (int64_t i = 0; i < count; i += kCacheLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(begin + i), 0, 2);  // to the L2 cache
+  }
+}
+
 struct ToSums {
-  static constexpr bool kInner = true;
+  static constexpr bool kInner = true, kInARow = true;
   const float* x;
+  Ahead ahead;
   Vector sums[kSums] = {};
 
   void operator()(int i, Vector v) {
@@ -209,13 +245,28 @@ struct ToSums {
   }
 };
 
+// To a row of sums of products with a number, which is in InnerOrder.
+struct ToRow {
+  static constexpr bool kInner = true, kInARow = true;
+  Vector number;
+  Ahead ahead;
+  float* sum;
+
+  void operator()(int, Vector v) {
+    Store(sum, MultiplyAdd(v, number, Load(sum)));
+    sum += kLanes;
+  }
+};
+
 // Whole groups of `kVectors` registers.
 template <typename D, int kVectors, typename To>
 To DecodeGroups(const Scales& scales, int64_t groups, const uint8_t* at, To to) {
   // As many at a time as have sums of their own.
   constexpr int kTogether = kVectors < kSums ? kSums / kVectors : 1;
+  constexpr int kBytes = kVectors * kLanes * D::Format::kBits / 8;
   int64_t g = 0;
   for (; g + kTogether <= groups; g += kTogether) {
+    if constexpr (To::kInARow) Fetch(at, to.ahead.codes, kTogether * kBytes);
 #pragma GCC unroll 4
     for (int j = 0; j < kTogether; ++j) {
       const Group<D> values({All(scales.first[g + j]), All(scales.second[g + j])});
@@ -252,7 +303,12 @@ To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, co
     const int64_t groups = Min(kMostGroups, Min(group_of(end - 1), last) - group + 1);
     const int64_t codes = groups * lines.group;
     Scales scales;
-    ReadScales<kScale>(lines, line, group, groups, &scales);
+    ReadScales<kScale, D::kRounds == DType::kF32>(lines, line, group, groups, &scales);
+    if constexpr (To::kInARow && kScale == ScaleType::kScaleAndBias) {
+      const int64_t size = SizeOf(lines.scale_dtype), begin = line * lines.line_scales + group;
+      Fetch(lines.scales + begin * size, to.ahead.scales, groups * size);
+      Fetch(lines.biases + begin * size, to.ahead.scales, groups * size);
+    }
     if (kScale != ScaleType::kFloat32 && i == group * lines.group && end - i >= codes) {
       switch (lines.group) {
         case 16: to = DecodeGroups<D, 16 / kLanes>(scales, groups, at, to); break;
@@ -269,6 +325,9 @@ To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, co
       // A line that ends within a unit ends within its last group.
       const int64_t stop = group + g == last ? end : Min((group + g + 1) * lines.group, end);
       for (; i < stop; i += kLanes, at += kLanes * kBits / 8) {
+        if constexpr (To::kInARow) {
+          if (i % 64 == 0) Fetch(at, to.ahead.codes, 8 * kBits);
+        }
         to(0, values.template Read<To::kInner>(at));
       }
     }
@@ -298,10 +357,17 @@ void ReadLine(const void* lines, int64_t line, int64_t first, int64_t count, flo
 }
 
 template <typename D>
-Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count,
-                    const float* x) {
-  const ToSums to = Decode<D>(lines, line, first, count, ToSums{x});
+Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
+                    const Ahead& ahead) {
+  const ToSums to = Decode<D>(lines, line, first, count, ToSums{x, ahead});
   return (to.sums[0] + to.sums[1]) + (to.sums[2] + to.sums[3]);
+}
+
+// sum += a line times x, whole units in InnerOrder.
+template <typename D>
+void AddLine(const Lines& lines, int64_t line, int64_t first, int64_t count, float x, float* sum,
+             const Ahead& ahead) {
+  Decode<D>(lines, line, first, count, ToRow{All(x), ahead, sum});
 }
 
 // `count` numbers in the order that MultiplyLine has them in, whole units.
@@ -313,14 +379,17 @@ void ToInnerOrder(const float* x, int64_t count, float* out) {
 // All of these for a format.
 struct Decoders {
   LineKernels::Read read;
-  Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*);
+  Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&);
+  void (*add)(const Lines&, int64_t, int64_t, int64_t, float, float*, const Ahead&);
   void (*order)(const float*, int64_t, float*);  // null: x stays as it is
+  int (*place)(int);                             // of a lane among its unit's elements
 };
 
 template <typename D>
 constexpr Decoders DecodersFor() {
   constexpr int kBits = D::Format::kBits;
-  return {ReadLine<D>, MultiplyLine<D>, InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>};
+  return {ReadLine<D>, MultiplyLine<D>, AddLine<D>,
+          InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>, InnerOrder<kBits>};
 }
 
 template <typename Format, DType kRounds>
