@@ -57,6 +57,11 @@ struct AllNumbers {
   }
 };
 
+template <int kValue>
+struct Number {
+  static constexpr int value = kValue;
+};
+
 // How codes become values: rounded to a dtype, or not; kExact: products with scales are exact,
 // because those have 16 bits.
 template <typename Format_, DType kRounds_, bool kExact_>
@@ -192,20 +197,22 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
 
 // ---- decoding ----
 
-// Values go to memory, or to sums of products with a row of x, which is in InnerOrder. Neighbours
-// have different sums, because one takes the time of some. (Both are passed on by value, which
-// keeps them in registers.)
-constexpr int kSums = 4;
+// Values go to memory, or to sums of products with a row of x, which is in InnerOrder. (Both are
+// passed on by value, which keeps them in registers.)
 
 struct ToMemory {
   static constexpr bool kInner = false, kInARow = false;
   float* out;
 
-  void operator()(int, Vector v) {
+  void operator()(Vector v) {
     Store(out, v);
     out += kLanes;
   }
 };
+
+// Lines that follow each other, which a row of x meets together: what a line takes before and after
+// its codes is as long as half of them.
+constexpr int kLinesTogether = 4;
 
 // How many bytes ahead codes and scales are asked for, where lines are read one after the other.
 // Processors fetch ahead within a page only, and codes, scales and biases are three streams. A
@@ -216,7 +223,9 @@ struct Ahead {
   explicit Ahead(const Lines& lines) {
     constexpr int64_t kLeast = 2048;
     if (lines.line_bytes == 0) return;
-    const int64_t count = (kLeast + lines.line_bytes - 1) / lines.line_bytes;  // of lines
+    // Lines: at least those that are read together.
+    const int64_t least = kLinesTogether * lines.line_bytes;
+    const int64_t count = (kLeast + least - 1) / least * kLinesTogether;
     codes = count * lines.line_bytes;
     if (lines.biases != nullptr) scales = count * lines.line_scales * SizeOf(lines.scale_dtype);
   }
@@ -225,7 +234,7 @@ struct Ahead {
 constexpr int64_t kCacheLine = 64;
 
 // Asks for `count` bytes that are `ahead` bytes behind `at`.
-inline void Fetch(const void* at, int64_t ahead, int64_t count) {
+__attribute__((always_inline)) inline void Fetch(const void* at, int64_t ahead, int64_t count) {
   // As a number: a table may end before that.
   const uintptr_t begin = reinterpret_cast<uintptr_t>(at) + ahead;
   for (int64_t i = 0; i < count; i += kCacheLine) {
@@ -233,14 +242,14 @@ inline void Fetch(const void* at, int64_t ahead, int64_t count) {
   }
 }
 
-struct ToSums {
+struct ToSum {
   static constexpr bool kInner = true, kInARow = true;
   const float* x;
   Ahead ahead;
-  Vector sums[kSums] = {};
+  Vector sum = {};
 
-  void operator()(int i, Vector v) {
-    sums[i % kSums] = MultiplyAdd(v, Load(x), sums[i % kSums]);
+  void operator()(Vector v) {
+    sum = MultiplyAdd(v, Load(x), sum);
     x += kLanes;
   }
 };
@@ -252,7 +261,7 @@ struct ToRow {
   Ahead ahead;
   float* sum;
 
-  void operator()(int, Vector v) {
+  void operator()(Vector v) {
     Store(sum, MultiplyAdd(v, number, Load(sum)));
     sum += kLanes;
   }
@@ -261,27 +270,11 @@ struct ToRow {
 // Whole groups of `kVectors` registers.
 template <typename D, int kVectors, typename To>
 To DecodeGroups(const Scales& scales, int64_t groups, const uint8_t* at, To to) {
-  // As many at a time as have sums of their own.
-  constexpr int kTogether = kVectors < kSums ? kSums / kVectors : 1;
-  constexpr int kBytes = kVectors * kLanes * D::Format::kBits / 8;
-  int64_t g = 0;
-  for (; g + kTogether <= groups; g += kTogether) {
-    if constexpr (To::kInARow) Fetch(at, to.ahead.codes, kTogether * kBytes);
-#pragma GCC unroll 4
-    for (int j = 0; j < kTogether; ++j) {
-      const Group<D> values({All(scales.first[g + j]), All(scales.second[g + j])});
-#pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i) {
-        to(j * kVectors + i, values.template Read<To::kInner>(at));
-        at += kLanes * D::Format::kBits / 8;
-      }
-    }
-  }
-  for (; g < groups; ++g) {
+  for (int64_t g = 0; g < groups; ++g) {
     const Group<D> values({All(scales.first[g]), All(scales.second[g])});
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
-      to(i, values.template Read<To::kInner>(at));
+      to(values.template Read<To::kInner>(at));
       at += kLanes * D::Format::kBits / 8;
     }
   }
@@ -304,21 +297,18 @@ To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, co
     const int64_t codes = groups * lines.group;
     Scales scales;
     ReadScales<kScale, D::kRounds == DType::kF32>(lines, line, group, groups, &scales);
-    if constexpr (To::kInARow && kScale == ScaleType::kScaleAndBias) {
-      const int64_t size = SizeOf(lines.scale_dtype), begin = line * lines.line_scales + group;
-      Fetch(lines.scales + begin * size, to.ahead.scales, groups * size);
-      Fetch(lines.biases + begin * size, to.ahead.scales, groups * size);
-    }
-    if (kScale != ScaleType::kFloat32 && i == group * lines.group && end - i >= codes) {
-      switch (lines.group) {
-        case 16: to = DecodeGroups<D, 16 / kLanes>(scales, groups, at, to); break;
-        case 32: to = DecodeGroups<D, 32 / kLanes>(scales, groups, at, to); break;
-        case 64: to = DecodeGroups<D, 64 / kLanes>(scales, groups, at, to); break;
-        default: to = DecodeGroups<D, 128 / kLanes>(scales, groups, at, to);
+    if constexpr (!To::kInARow && kScale != ScaleType::kFloat32) {
+      if (i == group * lines.group && end - i >= codes) {
+        switch (lines.group) {
+          case 16: to = DecodeGroups<D, 16 / kLanes>(scales, groups, at, to); break;
+          case 32: to = DecodeGroups<D, 32 / kLanes>(scales, groups, at, to); break;
+          case 64: to = DecodeGroups<D, 64 / kLanes>(scales, groups, at, to); break;
+          default: to = DecodeGroups<D, 128 / kLanes>(scales, groups, at, to);
+        }
+        i += codes;
+        at += codes * kBits / 8;
+        continue;
       }
-      i += codes;
-      at += codes * kBits / 8;
-      continue;
     }
     for (int64_t g = 0; g < groups; ++g) {
       const Group<D> values({All(scales.first[g]), All(scales.second[g])});
@@ -328,7 +318,7 @@ To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, co
         if constexpr (To::kInARow) {
           if (i % 64 == 0) Fetch(at, to.ahead.codes, 8 * kBits);
         }
-        to(0, values.template Read<To::kInner>(at));
+        to(values.template Read<To::kInner>(at));
       }
     }
   }
@@ -359,8 +349,7 @@ void ReadLine(const void* lines, int64_t line, int64_t first, int64_t count, flo
 template <typename D>
 Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
                     const Ahead& ahead) {
-  const ToSums to = Decode<D>(lines, line, first, count, ToSums{x, ahead});
-  return (to.sums[0] + to.sums[1]) + (to.sums[2] + to.sums[3]);
+  return Decode<D>(lines, line, first, count, ToSum{x, ahead}).sum;
 }
 
 // sum += a line times x, whole units in InnerOrder.
@@ -376,11 +365,158 @@ void ToInnerOrder(const float* x, int64_t count, float* out) {
   for (int64_t i = 0; i < count; i += kLanes) Store(out + i, LoadInInnerOrder<kBits>(x + i));
 }
 
+// ---- four lines at a time ----
+
+// As ToSum, for each line.
+struct ToLineSums {
+  const float* x;
+  Vector sums[kLinesTogether] = {};
+
+  template <int kVectors>
+  struct Some {
+    Vector x[kVectors];
+  };
+  template <int kVectors>
+  Some<kVectors> Begin() const {
+    Some<kVectors> some;
+    for (int i = 0; i < kVectors; ++i) some.x[i] = Load(x + i * kLanes);
+    return some;
+  }
+  template <int kVectors>
+  void Add(Some<kVectors>& some, int l, int i, Vector v) {
+    sums[l] = MultiplyAdd(v, some.x[i], sums[l]);
+  }
+  template <int kVectors>
+  void End(const Some<kVectors>&) {
+    x += kVectors * kLanes;
+  }
+};
+
+// As ToRow, a number for each line.
+struct ToRowOfSums {
+  float* sum;
+  Vector numbers[kLinesTogether];
+
+  template <int kVectors>
+  struct Some {
+    Vector sum[kVectors];
+  };
+  template <int kVectors>
+  Some<kVectors> Begin() const {
+    Some<kVectors> some;
+    for (int i = 0; i < kVectors; ++i) some.sum[i] = Load(sum + i * kLanes);
+    return some;
+  }
+  template <int kVectors>
+  void Add(Some<kVectors>& some, int l, int i, Vector v) {
+    some.sum[i] = MultiplyAdd(v, numbers[l], some.sum[i]);
+  }
+  template <int kVectors>
+  void End(const Some<kVectors>& some) {
+    for (int i = 0; i < kVectors; ++i) Store(sum + i * kLanes, some.sum[i]);
+    sum += kVectors * kLanes;
+  }
+};
+
+// Whole groups of `kVectors` registers, of which kMost at a time have their numbers in registers.
+template <typename D, int kVectors, typename To>
+void DecodeTogether(const Scales (&scales)[kLinesTogether], int64_t groups, const uint8_t* at,
+                    int64_t line_bytes, int64_t ahead, To* to_) {
+  constexpr int kMost = kLanes / 2, kSome = kVectors < kMost ? kVectors : kMost;
+  constexpr int kStep = kLanes * D::Format::kBits / 8, kBytes = kVectors * kStep;
+  constexpr int kEach = kBytes < kCacheLine ? kCacheLine / kBytes : 1;  // groups of a cache line
+  To to = *to_;                                                         // in registers
+  for (int64_t g = 0; g < groups; ++g) {
+    if (g % kEach == 0) {
+      for (int l = 0; l < kLinesTogether; ++l) Fetch(at + l * line_bytes, ahead, kBytes);
+    }
+    for (int first = 0; first < kVectors; first += kSome) {
+      auto some = to.template Begin<kSome>();
+#pragma GCC unroll 4
+      for (int l = 0; l < kLinesTogether; ++l) {
+        const Group<D> values({All(scales[l].first[g]), All(scales[l].second[g])});
+#pragma GCC unroll 16
+        for (int i = 0; i < kSome; ++i) {
+          to.template Add<kSome>(some, l, i,
+                                 values.template Read<true>(at + l * line_bytes + i * kStep));
+        }
+      }
+      to.template End<kSome>(some);
+      at += kSome * kStep;
+    }
+  }
+  *to_ = to;
+}
+
+// Elements [first, first + count) of kLinesTogether lines, or false: where that is not whole
+// groups, or a line is the last in memory.
+template <typename D, typename To>
+bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const Ahead& ahead,
+                 To* to) {
+  constexpr int kBits = D::Format::kBits;
+  constexpr ScaleType kScale = D::Format::kScale;
+  if (kScale == ScaleType::kFloat32 || first % lines.group != 0 || count % lines.group != 0) {
+    return false;
+  }
+  const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
+  const int64_t bytes = (kLinesTogether - 1) * lines.line_bytes + count * kBits / 8;
+  if (at + bytes + kOverread > lines.codes_end) return false;
+  const int64_t end = (first + count) / lines.group;
+  for (int64_t group = first / lines.group; group < end;) {
+    const int64_t groups = Min(kMostGroups, end - group), codes = groups * lines.group;
+    Scales scales[kLinesTogether];
+    for (int l = 0; l < kLinesTogether; ++l) {
+      ReadScales<kScale, D::kRounds == DType::kF32>(lines, line + l, group, groups, &scales[l]);
+      if constexpr (kScale == ScaleType::kScaleAndBias) {
+        const int64_t size = SizeOf(lines.scale_dtype);
+        const int64_t begin = ((line + l) * lines.line_scales + group) * size;
+        Fetch(lines.scales + begin, ahead.scales, groups * size);
+        Fetch(lines.biases + begin, ahead.scales, groups * size);
+      }
+    }
+    const auto decode = [&](auto vectors) {
+      DecodeTogether<D, decltype(vectors)::value>(scales, groups, at, lines.line_bytes, ahead.codes,
+                                                  to);
+    };
+    switch (lines.group) {
+      case 16: decode(Number<16 / kLanes>()); break;
+      case 32: decode(Number<32 / kLanes>()); break;
+      case 64: decode(Number<64 / kLanes>()); break;
+      default: decode(Number<128 / kLanes>());
+    }
+    group += groups;
+    at += codes * kBits / 8;
+  }
+  return true;
+}
+
+// sums[l] = line + l times x.
+template <typename D>
+bool MultiplyLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
+                   const Ahead& ahead, Vector* sums) {
+  ToLineSums to{x};
+  if (!DecodeLines<D>(lines, line, first, count, ahead, &to)) return false;
+  for (int l = 0; l < kLinesTogether; ++l) sums[l] = to.sums[l];
+  return true;
+}
+
+// sum += the lines, each times its number of x.
+template <typename D>
+bool AddLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
+              const Ahead& ahead, float* sum) {
+  ToRowOfSums to{sum, {}};
+  for (int l = 0; l < kLinesTogether; ++l) to.numbers[l] = All(x[l]);
+  return DecodeLines<D>(lines, line, first, count, ahead, &to);
+}
+
 // All of these for a format.
 struct Decoders {
   LineKernels::Read read;
   Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&);
   void (*add)(const Lines&, int64_t, int64_t, int64_t, float, float*, const Ahead&);
+  bool (*multiply_lines)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&,
+                         Vector*);
+  bool (*add_lines)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&, float*);
   void (*order)(const float*, int64_t, float*);  // null: x stays as it is
   int (*place)(int);                             // of a lane among its unit's elements
 };
@@ -388,8 +524,10 @@ struct Decoders {
 template <typename D>
 constexpr Decoders DecodersFor() {
   constexpr int kBits = D::Format::kBits;
-  return {ReadLine<D>, MultiplyLine<D>, AddLine<D>,
-          InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>, InnerOrder<kBits>};
+  return {ReadLine<D>,      MultiplyLine<D>,
+          AddLine<D>,       MultiplyLines<D>,
+          AddLines<D>,      InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>,
+          InnerOrder<kBits>};
 }
 
 template <typename Format, DType kRounds>

@@ -91,10 +91,18 @@ void MultiplyRow(const Lines& lines, int64_t first, int64_t count, const float* 
       decoders.order(row, end - begin, ordered);
       row = ordered;
     }
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t k = begin; k < end; k += kMostPerSum) {
-        const int64_t some = Min(kMostPerSum, end - k);
-        total[i] += Sum(decoders.multiply(lines, first + i, k, some, row + (k - begin), ahead));
+    for (int64_t k = begin; k < end; k += kMostPerSum) {
+      const int64_t some = Min(kMostPerSum, end - k);
+      const float* const part = row + (k - begin);
+      for (int64_t i = 0; i < count;) {
+        Vector sums[kLinesTogether];
+        if (i + kLinesTogether <= count &&
+            decoders.multiply_lines(lines, first + i, k, some, part, ahead, sums)) {
+          for (const Vector& sum : sums) total[i++] += Sum(sum);
+        } else {
+          total[i] += Sum(decoders.multiply(lines, first + i, k, some, part, ahead));
+          ++i;
+        }
       }
     }
   }
@@ -178,8 +186,14 @@ void AddRow(const Lines& lines, int64_t line, int64_t count, int64_t first, int6
   memset(total, 0, sizeof *total * width);
   for (int64_t begin = 0; begin < count; begin += kLongestSum) {
     memset(sum, 0, sizeof *sum * width);
-    for (int64_t i = begin; i < Min(begin + kLongestSum, count); ++i) {
-      decoders.add(lines, line + i, first, elements, x[i], sum, ahead);
+    for (int64_t i = begin; i < Min(begin + kLongestSum, count);) {
+      if (i + kLinesTogether <= count &&
+          decoders.add_lines(lines, line + i, first, elements, x + i, ahead, sum)) {
+        i += kLinesTogether;
+      } else {
+        decoders.add(lines, line + i, first, elements, x[i], sum, ahead);
+        ++i;
+      }
     }
     for (int64_t i = 0; i < width; ++i) total[i] += sum[i];
   }
