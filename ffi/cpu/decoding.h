@@ -57,6 +57,11 @@ struct AllNumbers {
   }
 };
 
+template <int kValue>
+struct Number {
+  static constexpr int value = kValue;
+};
+
 // How codes become values: rounded to a dtype, or not; kExact: products with scales are exact,
 // because those have 16 bits.
 template <typename Format_, DType kRounds_, bool kExact_>
@@ -125,8 +130,10 @@ class Group {
 
 constexpr int kMostGroups = 64;
 
+// Those of a line's groups: in memory, as they are, or copies.
 struct Scales {
-  float first[kMostGroups], second[kMostGroups];
+  const float *first, *second;
+  float copies[2][kMostGroups];
 };
 
 // kLanes scales, and so many biases.
@@ -146,8 +153,8 @@ Scale LoadScales(const Lines& lines, const uint8_t* scales, const uint8_t* biase
   }
 }
 
-// Those of a line's groups [first, first + count).
-template <ScaleType kScale>
+// Those of a line's groups [first, first + count). NaN may have other bits than in copies.
+template <ScaleType kScale, bool kAnyNan>
 void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, Scales* out) {
   const int size = kScale == ScaleType::kScaleAndBias ? SizeOf(lines.scale_dtype)
                    : kScale == ScaleType::kFloat32    ? 4
@@ -166,6 +173,13 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
   const int64_t begin = (row * lines.line_scales + first) * size;
   const uint8_t *const scales = lines.scales + begin, *const end = lines.scales_end;
   const uint8_t* const biases = lines.biases == nullptr ? scales : lines.biases + begin;
+  if (kScale == ScaleType::kScaleAndBias && kAnyNan && lines.scale_dtype == DType::kF32) {
+    out->first = reinterpret_cast<const float*>(scales);
+    out->second = reinterpret_cast<const float*>(biases);
+    return;
+  }
+  out->first = out->copies[0];
+  out->second = out->copies[1];
   for (int64_t i = 0; i < count; i += kLanes) {
     Scale scale;
     if (i + kLanes <= count || end - (scales + i * size) >= kLanes * size) {
@@ -176,61 +190,91 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
       memcpy(some[1], biases + i * size, (count - i) * size);
       scale = LoadScales<kScale>(lines, some[0], some[1], factor);
     }
-    Store(out->first + i, scale.first);
-    Store(out->second + i, scale.second);
+    Store(out->copies[0] + i, scale.first);
+    Store(out->copies[1] + i, scale.second);
   }
 }
 
 // ---- decoding ----
 
-// Values go to memory, or to sums of products with a row of x, which is in InnerOrder. Neighbours
-// have different sums, because one takes the time of some. (Both are passed on by value, which
-// keeps them in registers.)
-constexpr int kSums = 4;
+// Values go to memory, or to sums of products with a row of x, which is in InnerOrder. (Both are
+// passed on by value, which keeps them in registers.)
 
 struct ToMemory {
-  static constexpr bool kInner = false;
+  static constexpr bool kInner = false, kInARow = false;
   float* out;
 
-  void operator()(int, Vector v) {
+  void operator()(Vector v) {
     Store(out, v);
     out += kLanes;
   }
 };
 
-struct ToSums {
-  static constexpr bool kInner = true;
-  const float* x;
-  Vector sums[kSums] = {};
+// Lines that follow each other, which a row of x meets together: what a line takes before and after
+// its codes is as long as half of them.
+constexpr int kLinesTogether = 4;
 
-  void operator()(int i, Vector v) {
-    sums[i % kSums] = MultiplyAdd(v, Load(x), sums[i % kSums]);
+// How many bytes ahead codes and scales are asked for, where lines are read one after the other.
+// Processors fetch ahead within a page only, and codes, scales and biases are three streams. A
+// piece at a time: many requests at once keep other loads waiting.
+struct Ahead {
+  int64_t codes = 0, scales = 0;
+
+  explicit Ahead(const Lines& lines) {
+    constexpr int64_t kLeast = 2048;
+    if (lines.line_bytes == 0) return;
+    // Lines: at least those that are read together.
+    const int64_t least = kLinesTogether * lines.line_bytes;
+    const int64_t count = (kLeast + least - 1) / least * kLinesTogether;
+    codes = count * lines.line_bytes;
+    if (lines.biases != nullptr) scales = count * lines.line_scales * SizeOf(lines.scale_dtype);
+  }
+};
+
+constexpr int64_t kCacheLine = 64;
+
+// Asks for `count` bytes that are `ahead` bytes behind `at`.
+__attribute__((always_inline)) inline void Fetch(const void* at, int64_t ahead, int64_t count) {
+  // As a number: a table may end before that.
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(at) + ahead;
+  for (int64_t i = 0; i < count; i += kCacheLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(begin + i), 0, 2);  // to the L2 cache
+  }
+}
+
+struct ToSum {
+  static constexpr bool kInner = true, kInARow = true;
+  const float* x;
+  Ahead ahead;
+  Vector sum = {};
+
+  void operator()(Vector v) {
+    sum = MultiplyAdd(v, Load(x), sum);
     x += kLanes;
+  }
+};
+
+// To a row of sums of products with a number, which is in InnerOrder.
+struct ToRow {
+  static constexpr bool kInner = true, kInARow = true;
+  Vector number;
+  Ahead ahead;
+  float* sum;
+
+  void operator()(Vector v) {
+    Store(sum, MultiplyAdd(v, number, Load(sum)));
+    sum += kLanes;
   }
 };
 
 // Whole groups of `kVectors` registers.
 template <typename D, int kVectors, typename To>
 To DecodeGroups(const Scales& scales, int64_t groups, const uint8_t* at, To to) {
-  // As many at a time as have sums of their own.
-  constexpr int kTogether = kVectors < kSums ? kSums / kVectors : 1;
-  int64_t g = 0;
-  for (; g + kTogether <= groups; g += kTogether) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kTogether; ++j) {
-      const Group<D> values({All(scales.first[g + j]), All(scales.second[g + j])});
-#pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i) {
-        to(j * kVectors + i, values.template Read<To::kInner>(at));
-        at += kLanes * D::Format::kBits / 8;
-      }
-    }
-  }
-  for (; g < groups; ++g) {
+  for (int64_t g = 0; g < groups; ++g) {
     const Group<D> values({All(scales.first[g]), All(scales.second[g])});
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
-      to(i, values.template Read<To::kInner>(at));
+      to(values.template Read<To::kInner>(at));
       at += kLanes * D::Format::kBits / 8;
     }
   }
@@ -252,24 +296,29 @@ To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, co
     const int64_t groups = Min(kMostGroups, Min(group_of(end - 1), last) - group + 1);
     const int64_t codes = groups * lines.group;
     Scales scales;
-    ReadScales<kScale>(lines, line, group, groups, &scales);
-    if (kScale != ScaleType::kFloat32 && i == group * lines.group && end - i >= codes) {
-      switch (lines.group) {
-        case 16: to = DecodeGroups<D, 16 / kLanes>(scales, groups, at, to); break;
-        case 32: to = DecodeGroups<D, 32 / kLanes>(scales, groups, at, to); break;
-        case 64: to = DecodeGroups<D, 64 / kLanes>(scales, groups, at, to); break;
-        default: to = DecodeGroups<D, 128 / kLanes>(scales, groups, at, to);
+    ReadScales<kScale, D::kRounds == DType::kF32>(lines, line, group, groups, &scales);
+    if constexpr (!To::kInARow && kScale != ScaleType::kFloat32) {
+      if (i == group * lines.group && end - i >= codes) {
+        switch (lines.group) {
+          case 16: to = DecodeGroups<D, 16 / kLanes>(scales, groups, at, to); break;
+          case 32: to = DecodeGroups<D, 32 / kLanes>(scales, groups, at, to); break;
+          case 64: to = DecodeGroups<D, 64 / kLanes>(scales, groups, at, to); break;
+          default: to = DecodeGroups<D, 128 / kLanes>(scales, groups, at, to);
+        }
+        i += codes;
+        at += codes * kBits / 8;
+        continue;
       }
-      i += codes;
-      at += codes * kBits / 8;
-      continue;
     }
     for (int64_t g = 0; g < groups; ++g) {
       const Group<D> values({All(scales.first[g]), All(scales.second[g])});
       // A line that ends within a unit ends within its last group.
       const int64_t stop = group + g == last ? end : Min((group + g + 1) * lines.group, end);
       for (; i < stop; i += kLanes, at += kLanes * kBits / 8) {
-        to(0, values.template Read<To::kInner>(at));
+        if constexpr (To::kInARow) {
+          if (i % 64 == 0) Fetch(at, to.ahead.codes, 8 * kBits);
+        }
+        to(values.template Read<To::kInner>(at));
       }
     }
   }
@@ -298,10 +347,16 @@ void ReadLine(const void* lines, int64_t line, int64_t first, int64_t count, flo
 }
 
 template <typename D>
-Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count,
-                    const float* x) {
-  const ToSums to = Decode<D>(lines, line, first, count, ToSums{x});
-  return (to.sums[0] + to.sums[1]) + (to.sums[2] + to.sums[3]);
+Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
+                    const Ahead& ahead) {
+  return Decode<D>(lines, line, first, count, ToSum{x, ahead}).sum;
+}
+
+// sum += a line times x, whole units in InnerOrder.
+template <typename D>
+void AddLine(const Lines& lines, int64_t line, int64_t first, int64_t count, float x, float* sum,
+             const Ahead& ahead) {
+  Decode<D>(lines, line, first, count, ToRow{All(x), ahead, sum});
 }
 
 // `count` numbers in the order that MultiplyLine has them in, whole units.
@@ -310,17 +365,169 @@ void ToInnerOrder(const float* x, int64_t count, float* out) {
   for (int64_t i = 0; i < count; i += kLanes) Store(out + i, LoadInInnerOrder<kBits>(x + i));
 }
 
+// ---- four lines at a time ----
+
+// As ToSum, for each line.
+struct ToLineSums {
+  const float* x;
+  Vector sums[kLinesTogether] = {};
+
+  template <int kVectors>
+  struct Some {
+    Vector x[kVectors];
+  };
+  template <int kVectors>
+  Some<kVectors> Begin() const {
+    Some<kVectors> some;
+    for (int i = 0; i < kVectors; ++i) some.x[i] = Load(x + i * kLanes);
+    return some;
+  }
+  template <int kVectors>
+  void Add(Some<kVectors>& some, int l, int i, Vector v) {
+    sums[l] = MultiplyAdd(v, some.x[i], sums[l]);
+  }
+  template <int kVectors>
+  void End(const Some<kVectors>&) {
+    x += kVectors * kLanes;
+  }
+};
+
+// As ToRow, a number for each line.
+struct ToRowOfSums {
+  float* sum;
+  Vector numbers[kLinesTogether];
+
+  template <int kVectors>
+  struct Some {
+    Vector sum[kVectors];
+  };
+  template <int kVectors>
+  Some<kVectors> Begin() const {
+    Some<kVectors> some;
+    for (int i = 0; i < kVectors; ++i) some.sum[i] = Load(sum + i * kLanes);
+    return some;
+  }
+  template <int kVectors>
+  void Add(Some<kVectors>& some, int l, int i, Vector v) {
+    some.sum[i] = MultiplyAdd(v, numbers[l], some.sum[i]);
+  }
+  template <int kVectors>
+  void End(const Some<kVectors>& some) {
+    for (int i = 0; i < kVectors; ++i) Store(sum + i * kLanes, some.sum[i]);
+    sum += kVectors * kLanes;
+  }
+};
+
+// Whole groups of `kVectors` registers, of which kMost at a time have their numbers in registers.
+template <typename D, int kVectors, typename To>
+void DecodeTogether(const Scales (&scales)[kLinesTogether], int64_t groups, const uint8_t* at,
+                    int64_t line_bytes, int64_t ahead, To* to_) {
+  constexpr int kMost = kLanes / 2, kSome = kVectors < kMost ? kVectors : kMost;
+  constexpr int kStep = kLanes * D::Format::kBits / 8, kBytes = kVectors * kStep;
+  constexpr int kEach = kBytes < kCacheLine ? kCacheLine / kBytes : 1;  // groups of a cache line
+  To to = *to_;                                                         // in registers
+  for (int64_t g = 0; g < groups; ++g) {
+    if (g % kEach == 0) {
+      for (int l = 0; l < kLinesTogether; ++l) Fetch(at + l * line_bytes, ahead, kBytes);
+    }
+    for (int first = 0; first < kVectors; first += kSome) {
+      auto some = to.template Begin<kSome>();
+#pragma GCC unroll 4
+      for (int l = 0; l < kLinesTogether; ++l) {
+        const Group<D> values({All(scales[l].first[g]), All(scales[l].second[g])});
+#pragma GCC unroll 16
+        for (int i = 0; i < kSome; ++i) {
+          to.template Add<kSome>(some, l, i,
+                                 values.template Read<true>(at + l * line_bytes + i * kStep));
+        }
+      }
+      to.template End<kSome>(some);
+      at += kSome * kStep;
+    }
+  }
+  *to_ = to;
+}
+
+// Elements [first, first + count) of kLinesTogether lines, or false: where that is not whole
+// groups, or a line is the last in memory.
+template <typename D, typename To>
+bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const Ahead& ahead,
+                 To* to) {
+  constexpr int kBits = D::Format::kBits;
+  constexpr ScaleType kScale = D::Format::kScale;
+  if (kScale == ScaleType::kFloat32 || first % lines.group != 0 || count % lines.group != 0) {
+    return false;
+  }
+  const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
+  const int64_t bytes = (kLinesTogether - 1) * lines.line_bytes + count * kBits / 8;
+  if (at + bytes + kOverread > lines.codes_end) return false;
+  const int64_t end = (first + count) / lines.group;
+  for (int64_t group = first / lines.group; group < end;) {
+    const int64_t groups = Min(kMostGroups, end - group), codes = groups * lines.group;
+    Scales scales[kLinesTogether];
+    for (int l = 0; l < kLinesTogether; ++l) {
+      ReadScales<kScale, D::kRounds == DType::kF32>(lines, line + l, group, groups, &scales[l]);
+      if constexpr (kScale == ScaleType::kScaleAndBias) {
+        const int64_t size = SizeOf(lines.scale_dtype);
+        const int64_t begin = ((line + l) * lines.line_scales + group) * size;
+        Fetch(lines.scales + begin, ahead.scales, groups * size);
+        Fetch(lines.biases + begin, ahead.scales, groups * size);
+      }
+    }
+    const auto decode = [&](auto vectors) {
+      DecodeTogether<D, decltype(vectors)::value>(scales, groups, at, lines.line_bytes, ahead.codes,
+                                                  to);
+    };
+    switch (lines.group) {
+      case 16: decode(Number<16 / kLanes>()); break;
+      case 32: decode(Number<32 / kLanes>()); break;
+      case 64: decode(Number<64 / kLanes>()); break;
+      default: decode(Number<128 / kLanes>());
+    }
+    group += groups;
+    at += codes * kBits / 8;
+  }
+  return true;
+}
+
+// sums[l] = line + l times x.
+template <typename D>
+bool MultiplyLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
+                   const Ahead& ahead, Vector* sums) {
+  ToLineSums to{x};
+  if (!DecodeLines<D>(lines, line, first, count, ahead, &to)) return false;
+  for (int l = 0; l < kLinesTogether; ++l) sums[l] = to.sums[l];
+  return true;
+}
+
+// sum += the lines, each times its number of x.
+template <typename D>
+bool AddLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
+              const Ahead& ahead, float* sum) {
+  ToRowOfSums to{sum, {}};
+  for (int l = 0; l < kLinesTogether; ++l) to.numbers[l] = All(x[l]);
+  return DecodeLines<D>(lines, line, first, count, ahead, &to);
+}
+
 // All of these for a format.
 struct Decoders {
   LineKernels::Read read;
-  Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*);
+  Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&);
+  void (*add)(const Lines&, int64_t, int64_t, int64_t, float, float*, const Ahead&);
+  bool (*multiply_lines)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&,
+                         Vector*);
+  bool (*add_lines)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&, float*);
   void (*order)(const float*, int64_t, float*);  // null: x stays as it is
+  int (*place)(int);                             // of a lane among its unit's elements
 };
 
 template <typename D>
 constexpr Decoders DecodersFor() {
   constexpr int kBits = D::Format::kBits;
-  return {ReadLine<D>, MultiplyLine<D>, InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>};
+  return {ReadLine<D>,      MultiplyLine<D>,
+          AddLine<D>,       MultiplyLines<D>,
+          AddLines<D>,      InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>,
+          InnerOrder<kBits>};
 }
 
 template <typename Format, DType kRounds>

@@ -75,39 +75,6 @@ void MultiplyPart(const float* w, const float* x, int64_t stride, int64_t count,
   }
 }
 
-// Asks for bytes [begin, end) of a table whose lines come soon.
-void Fetch(const uint8_t* table, int64_t begin, int64_t end) {
-  constexpr int64_t kCacheLine = 64;
-  // As a number: a table may end before that.
-  const uintptr_t at = reinterpret_cast<uintptr_t>(table);
-  for (int64_t i = begin; i < end; i += kCacheLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(at + i), 0, 2);  // to the L2 cache
-  }
-}
-
-// Processors fetch ahead within a page, and codes, scales and biases are three streams that end
-// theirs at different lines. So the lines that are so many bytes ahead are asked for.
-class Ahead {
- public:
-  explicit Ahead(const Lines& lines) : lines_(lines) {
-    constexpr int64_t kLeast = 1024;
-    if (lines.line_bytes > 0) count_ = (kLeast + lines.line_bytes - 1) / lines.line_bytes;
-    if (lines.biases != nullptr) scales_ = lines.line_scales * SizeOf(lines.scale_dtype);
-  }
-
-  void operator()(int64_t line) const {
-    line += count_;
-    Fetch(lines_.codes, line * lines_.line_bytes, (line + 1) * lines_.line_bytes);
-    if (scales_ == 0) return;  // those of other formats are few
-    Fetch(lines_.scales, line * scales_, (line + 1) * scales_);
-    Fetch(lines_.biases, line * scales_, (line + 1) * scales_);
-  }
-
- private:
-  const Lines& lines_;
-  int64_t count_ = 1, scales_ = 0;  // lines; bytes
-};
-
 constexpr int64_t kMostOrdered = 16384;  // numbers of x that are put in another order at a time
 constexpr int64_t kMostTotals = 128;
 
@@ -124,11 +91,18 @@ void MultiplyRow(const Lines& lines, int64_t first, int64_t count, const float* 
       decoders.order(row, end - begin, ordered);
       row = ordered;
     }
-    for (int64_t i = 0; i < count; ++i) {
-      if (begin == 0) ahead(first + i);
-      for (int64_t k = begin; k < end; k += kMostPerSum) {
-        const int64_t some = Min(kMostPerSum, end - k);
-        total[i] += Sum(decoders.multiply(lines, first + i, k, some, row + (k - begin)));
+    for (int64_t k = begin; k < end; k += kMostPerSum) {
+      const int64_t some = Min(kMostPerSum, end - k);
+      const float* const part = row + (k - begin);
+      for (int64_t i = 0; i < count;) {
+        Vector sums[kLinesTogether];
+        if (i + kLinesTogether <= count &&
+            decoders.multiply_lines(lines, first + i, k, some, part, ahead, sums)) {
+          for (const Vector& sum : sums) total[i++] += Sum(sum);
+        } else {
+          total[i] += Sum(decoders.multiply(lines, first + i, k, some, part, ahead));
+          ++i;
+        }
       }
     }
   }
@@ -196,44 +170,74 @@ void AddPart(const float* w, const float* x, int64_t count, float* sum) {
   for (int l = 0; l < kAddTogether; ++l) number[l] = All(x[l]);
   for (int64_t i = 0; i < count; i += kLanes) {
     Vector v = Load(sum + i);
-    for (int l = 0; l < kAddTogether; ++l) {
-      v = MultiplyAdd(Load(w + l * kAddElements + i), number[l], v);
-    }
+    for (int l = 0; l < kAddTogether; ++l) v = MultiplyAdd(Load(w + l * kPart + i), number[l], v);
     Store(sum + i, v);
   }
 }
 
-void Add(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t elements,
-         const FewRows& x, float* out) {
-  const LineKernels::Read decode = Decoder(lines);
-  alignas(64) float w[kAddTogether * kAddElements], sum[kMostAddRows * kAddElements];
-  double total[kMostAddRows * kAddElements];
-  const int64_t whole = WholeUnits(elements);
-  memset(total, 0, sizeof *total * x.count * kAddElements);
+// Elements of lines times numbers, in one pass over the lines: one row of x.
+void AddRow(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t elements,
+            const float* x, float* out) {
+  const Decoders decoders = DecodersOf(lines);
+  const Ahead ahead(lines);
+  alignas(64) float sum[kMostAdds];
+  double total[kMostAdds];
+  const int64_t width = WholeUnits(elements);
+  memset(total, 0, sizeof *total * width);
   for (int64_t begin = 0; begin < count; begin += kLongestSum) {
-    memset(sum, 0, sizeof *sum * x.count * kAddElements);
+    memset(sum, 0, sizeof *sum * width);
+    for (int64_t i = begin; i < Min(begin + kLongestSum, count);) {
+      if (i + kLinesTogether <= count &&
+          decoders.add_lines(lines, line + i, first, elements, x + i, ahead, sum)) {
+        i += kLinesTogether;
+      } else {
+        decoders.add(lines, line + i, first, elements, x[i], sum, ahead);
+        ++i;
+      }
+    }
+    for (int64_t i = 0; i < width; ++i) total[i] += sum[i];
+  }
+  for (int64_t i = 0; i < width; ++i) {
+    const int64_t at = i / kLanes * kLanes + decoders.place(i % kLanes);
+    if (at < elements) out[at] = static_cast<float>(total[i]);
+  }
+}
+
+void Add(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t elements,
+         const FewRows& x, float* out, int64_t stride) {
+  if (x.count == 1) return AddRow(lines, line, count, first, elements, x.data, out);
+  const LineKernels::Read decode = Decoder(lines);
+  alignas(64) float w[kAddTogether * kPart], sum[kMostAdds];
+  double total[kMostAdds];
+  const int64_t width = WholeUnits(elements), all = x.count * width;
+  memset(total, 0, sizeof *total * all);
+  for (int64_t begin = 0; begin < count; begin += kLongestSum) {
+    memset(sum, 0, sizeof *sum * all);
     for (int64_t i = begin; i < Min(begin + kLongestSum, count); i += kAddTogether) {
       const int64_t together = Min(kAddTogether, count - i);
-      for (int64_t l = 0; l < kAddTogether; ++l) {
-        if (l < together) {
-          decode(&lines, line + i + l, first, elements, w + l * kAddElements);
-        } else {
-          memset(w + l * kAddElements, 0, sizeof *w * whole);
+      for (int64_t part = 0; part < elements; part += kPart) {
+        const int64_t some = Min(kPart, elements - part), whole = WholeUnits(some);
+        for (int64_t l = 0; l < kAddTogether; ++l) {
+          if (l < together) {
+            decode(&lines, line + i + l, first + part, some, w + l * kPart);
+          } else {
+            memset(w + l * kPart, 0, sizeof *w * whole);
+          }
+        }
+        for (int64_t r = 0; r < x.count; ++r) {
+          float number[kAddTogether] = {};
+          for (int64_t l = 0; l < together; ++l) number[l] = x.data[r * x.stride + i + l];
+          AddPart(w, number, whole, sum + r * width + part);
         }
       }
-      for (int64_t r = 0; r < x.count; ++r) {
-        float number[kAddTogether] = {};
-        for (int64_t l = 0; l < together; ++l) number[l] = x.data[r * x.stride + i + l];
-        AddPart(w, number, whole, sum + r * kAddElements);
-      }
     }
-    for (int64_t r = 0; r < x.count; ++r) {
-      for (int64_t i = 0; i < elements; ++i) {
-        total[r * kAddElements + i] += sum[r * kAddElements + i];
-      }
+    for (int64_t i = 0; i < all; ++i) total[i] += sum[i];
+  }
+  for (int64_t r = 0; r < x.count; ++r) {
+    for (int64_t i = 0; i < elements; ++i) {
+      out[r * stride + i] = static_cast<float>(total[r * width + i]);
     }
   }
-  for (int64_t i = 0; i < x.count * kAddElements; ++i) out[i] = static_cast<float>(total[i]);
 }
 
 }  // namespace

@@ -50,11 +50,11 @@ struct LineKernels {
   void (*multiply)(const Lines& lines, int64_t first, int64_t count, const FewRows& x, float* out,
                    int64_t stride);
   // out[r, i] = the sum over l < count of x[r, l] * lines[line + l][first + i], i < elements. Lines
-  // of `out` are kAddElements apart, which is the most elements there may be.
+  // of `out` are `stride` apart. There are at most kMostAdds sums, of whole units of elements.
   void (*add)(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t elements,
-              const FewRows& x, float* out);
+              const FewRows& x, float* out, int64_t stride);
 };
-constexpr int64_t kAddElements = 512;
+constexpr int64_t kMostAdds = 8192;
 
 // How a sum of any length stays right, as gemm.h: each lane adds up kLongestSum float32 products,
 // and such sums are added up as float64.

@@ -22,7 +22,10 @@ using cpu::FewRows;
 using cpu::Lines;
 using cpu::Part;
 
-constexpr int64_t kTaskLines = 128;  // of a segment with few rows
+// Of a segment with few rows: lines of a task, or the least elements of all lines.
+constexpr int64_t kTaskLines = 128, kTaskElements = 512;
+constexpr int64_t kTaskSums = std::max(cpu::kMostAdds, cpu::kMostFewRows* kTaskLines);
+static_assert(cpu::kMostAddRows * kTaskElements <= cpu::kMostAdds);
 
 int64_t WholeUnits(int64_t count) { return (count + cpu::kUnit - 1) / cpu::kUnit * cpu::kUnit; }
 
@@ -62,9 +65,10 @@ class FewRowsParts {
 
   int64_t Tasks() const { return static_cast<int64_t>(parts_.size()) * TasksOfOne(); }
 
-  // Rows of x as float32, in whole units: as they are, or copies.
+  // Tasks for these threads, and rows of x as float32, in whole units: as they are, or copies.
   template <typename Pool>
   void Prepare(Pool& pool) {
+    if (!transpose_w_) ChooseWidth(std::max<int64_t>(pool.num_threads(), 1));
     const bool whole = !transpose_w_ || args_.k % cpu::kUnit == 0;
     if (parts_.empty() || (args_.dtype == DType::kF32 && whole)) return;
     stride_ = WholeUnits(args_.k);
@@ -86,33 +90,43 @@ class FewRowsParts {
   }
 
   void Run(int64_t task) const {
-    const int64_t i = task / TasksOfOne(), begin = task % TasksOfOne() * Width();
+    const int64_t i = task / TasksOfOne(), begin = task % TasksOfOne() * width_;
     const Part& part = parts_[i];
-    const int64_t count = std::min(Width(), args_.n - begin);
+    const int64_t count = std::min(width_, args_.n - begin);
     const FewRows x =
         copies_.empty()
             ? FewRows{static_cast<const float*>(args_.x) + part.x_row * args_.k, args_.k, part.rows}
             : FewRows{copies_.data() + first_[i] * stride_, stride_, part.rows};
-    float sums[cpu::kMostFewRows * cpu::kAddElements];
+    float sums[kTaskSums];
     const int64_t line = part.weight * lines_.lines;
     if (transpose_w_) {
-      cpu::BestLines().multiply(lines_, line + begin, count, x, sums, cpu::kAddElements);
+      cpu::BestLines().multiply(lines_, line + begin, count, x, sums, width_);
     } else {
-      cpu::BestLines().add(lines_, line, args_.k, begin, count, x, sums);
+      cpu::BestLines().add(lines_, line, args_.k, begin, count, x, sums, width_);
     }
     for (int64_t r = 0; r < part.rows; ++r) {
       const int64_t at = (part.row + r) * args_.n + begin;
-      cpu::BestLines().narrow(sums + r * cpu::kAddElements, count, args_.out_dtype,
+      cpu::BestLines().narrow(sums + r * width_, count, args_.out_dtype,
                               static_cast<char*>(args_.out) + at * Size(args_.out_dtype));
     }
   }
 
  private:
-  static_assert(kTaskLines <= cpu::kAddElements);
+  // Along N a task has all lines. It reads as much of each as leaves two tasks for a thread:
+  // processors fetch ahead what lies in a row.
+  void ChooseWidth(int64_t threads) {
+    int64_t rows = 1;
+    for (const Part& part : parts_) rows = std::max(rows, part.rows);
+    const auto fits = [&](int64_t width) {
+      width_ = width;
+      return rows * width <= cpu::kMostAdds && Tasks() >= 2 * threads;
+    };
+    int64_t width = kTaskElements;
+    while (width < args_.n && fits(2 * width)) width *= 2;
+    width_ = width;
+  }
 
-  // Columns of a task: lines of codes, or parts of all lines.
-  int64_t Width() const { return transpose_w_ ? kTaskLines : cpu::kAddElements; }
-  int64_t TasksOfOne() const { return (args_.n + Width() - 1) / Width(); }
+  int64_t TasksOfOne() const { return (args_.n + width_ - 1) / width_; }
 
   const MmArgs& args_;
   const Lines& lines_;
@@ -121,6 +135,7 @@ class FewRowsParts {
   std::vector<float> copies_;
   std::vector<int64_t> first_;  // a part's first row among the copies
   int64_t stride_ = 0;
+  int64_t width_ = kTaskLines;  // columns of a task: lines, or elements of all lines
 };
 
 void RunQmm(ffi::ThreadPool& pool, const QmmArgs& qmm) {

@@ -1,4 +1,4 @@
-"""Products of one row on CPUs, whose kernel meets codes in another order than they have."""
+"""Products of one row on CPUs, whose kernels meet codes in another order than they have."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +43,21 @@ def test_one_row(k, name, scales, x_dtype, rng):
     assert (abs(got - want) <= most * 2.0**-16 + abs(want) * last).all()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.one_in(3)
+def test_few_rows_along_n(name, rows, rng):
+    """Tasks have parts of all lines: whole ones here, and what is left of them."""
+    n, k = 131, 2048 + 128
+    q = jgg.quantize(jnp.asarray(rng.normal(size=(2, n, k)), jnp.float32), **FORMATS[name])
+    x = jnp.asarray(rng.normal(size=(2 * rows, n)), jnp.float32)
+    got = jgg.grouped_qmm(x, q, jnp.full(2, rows, jnp.int32), transpose_w=False)
+    wide = np.asarray(jgg.dequantize(q, "float32"), np.float64)
+    a = np.asarray(x, np.float64).reshape(2, rows, n)
+    want, most = (a @ wide).reshape(-1, k), (abs(a) @ abs(wide)).reshape(-1, k)
+    assert (abs(np.asarray(got, np.float64) - want) <= most * 2.0**-16).all()
+
+
 def test_each_number_meets_its_code():
     """One code is not zero, and one number of x."""
     k = 256
@@ -59,3 +74,5 @@ def test_each_number_meets_its_code():
     )
     x = jnp.arange(1, k + 1, dtype=jnp.float32)[None]
     np.testing.assert_array_equal(jgg.quantized_matmul(x, q)[0], 5 * x[0])
+    down = jgg.quantized_matmul(x, q, transpose_w=False)
+    np.testing.assert_array_equal(down[0], 5 * x[0])
