@@ -84,7 +84,7 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementatio
 
 def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
     """In terms of another product."""
-    implementation = None if implementation == "sm100" else implementation
+    implementation = None if implementation in ("sm100", "sm89") else implementation
     padded = padding.padded_sizes(group_sizes, x.positions.shape[0], blocks.GROUPED)
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
@@ -112,6 +112,7 @@ def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
 _CALLS: dict[str, Callable] = {
     "sm100": call.grouped_wgrad_sm100,
     "sm90": call.grouped_wgrad,
+    "sm89": call.grouped_wgrad_sm89,
 }
 
 
