@@ -46,6 +46,10 @@ UNLESS_SAMPLE = {
         }
         for architecture in ("sm_89", "sm_90a", "sm_120")
     },
+    **{
+        (architecture, "Fp8GemmSm89Kernel"): {"": ("QMMA", "LDSM", "LDGSTS")}
+        for architecture in ("sm_89", "sm_120")
+    },
     ("sm_86", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
     ("sm_120", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
     ("sm_90a", "FewDense"): {"UpSm80": ("HMMA", "PREEXIT"), "DownSm80": ("HMMA", "ACQBULK")},

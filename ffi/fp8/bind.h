@@ -19,6 +19,13 @@ inline xla::ffi::Error CheckCodes(const char* op, const char* name,
                          ", expected float8_e4m3fn or uint8");
 }
 
+// Those of gradients may be e5m2.
+inline xla::ffi::Error CheckEitherCodes(const char* op, const char* name,
+                                        const xla::ffi::AnyBuffer& codes, bool* e5m2) {
+  *e5m2 = codes.element_type() == xla::ffi::F8E5M2;
+  return *e5m2 ? xla::ffi::Error::Success() : CheckCodes(op, name, codes);
+}
+
 inline xla::ffi::Error CheckScales(const char* op, const char* name, const char* letters,
                                    const xla::ffi::AnyBuffer& scales,
                                    std::initializer_list<int64_t> shape) {

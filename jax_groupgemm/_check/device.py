@@ -54,6 +54,8 @@ def _kernels(platform: str, capabilities: tuple[int, ...]) -> tuple[str, ...]:
         proven.key(kernel): None
         for kernels in choose.KERNELS.values()
         for kernel in kernels
-        if kernel.platform == platform and extension.unavailable(kernel.name, capabilities) is None
+        if kernel.platform == platform
+        and extension.unavailable(kernel.name, capabilities) is None
+        and not proven.for_tests(kernel.name, capabilities)
     }
     return tuple(found)

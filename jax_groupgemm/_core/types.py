@@ -8,7 +8,7 @@ from typing import Literal
 from jax.typing import ArrayLike
 
 #: A kernel by name, or the plain JAX program.
-Implementation = Literal["reference", "cpu", "sm80", "sm90", "sm100"]
+Implementation = Literal["reference", "cpu", "sm80", "sm89", "sm90", "sm100"]
 #: What an activation is called; those of the second line are gated.
 Activation = Literal[
     "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh",

@@ -20,7 +20,8 @@ from . import blocks
 def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
     """Custom call ``jgg_fp8_grouped_mm``: x, its scales, w, its scales, metadata[, group_offset] ->
     out. Options are done to float32 sums behind it. Lines of codes, and of the result, are padded
-    to whole 16 bytes. ``jgg_fp8_grouped_mm_sm100`` has a workspace, and no float16 results."""
+    to whole 16 bytes. ``jgg_fp8_grouped_mm_sm89`` is the same; ``jgg_fp8_grouped_mm_sm100`` has a
+    workspace, and no float16 results."""
     if not product.transpose_w:  # eight bits are multiplied as they lie, along K
         w = dataclasses.replace(w, weight=w.weight.swapaxes(1, 2), scales=w.scales.swapaxes(1, 2))
     rest, n = groups.narrow(x.shape[0], w.shape[0]), w.shape[1]
@@ -38,6 +39,11 @@ def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm", out)
         return _cut(call(*operands, **attributes(flags | {"rows_first": first})), 1, n)
 
+    def run_sm89(of: Mm):
+        out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), of.out_dtype)
+        call = jax.ffi.ffi_call("jgg_fp8_grouped_mm_sm89", out)
+        return _cut(call(*operands, **attributes(flags)), 1, n)
+
     def run_sm100(of: Mm):
         dtype = jnp.float32 if of.out_dtype.name == "float16" else of.out_dtype
         out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), dtype)
@@ -45,7 +51,7 @@ def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm_sm100", results)
         return _cut(call(*operands, **attributes(flags))[0], 1, n).astype(of.out_dtype)
 
-    run = run_sm100 if plan.kernel.name == "sm100" else run_sm90
+    run = {"sm90": run_sm90, "sm89": run_sm89, "sm100": run_sm100}[plan.kernel.name]
 
     if options.nothing:
         return run(product)
@@ -73,24 +79,40 @@ def grouped_wgrad(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype)
     return _cut(sums, 2, x.shape[0])
 
 
+def grouped_wgrad_sm89(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):
+    """Custom call ``jgg_fp8_grouped_wgrad_sm89``: dy, its scales, x, its scales, pairs of rows[,
+    existing_out] -> out."""
+    del plan
+    groups = group_sizes.shape[0]
+    operands, aliases = _wgrad_operands(x, dy, group_sizes, existing_out, unit=2)
+    out = jax.ShapeDtypeStruct((groups, dy.shape[0], operands[2].shape[0]), dtype)
+    call = jax.ffi.ffi_call("jgg_fp8_grouped_wgrad_sm89", out, input_output_aliases=aliases)
+    sums = call(*operands, **attributes({"existing_out": aliases is not None}))
+    return _cut(sums, 2, x.shape[0])
+
+
 def grouped_wgrad_sm100(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):
     """Custom call ``jgg_fp8_grouped_wgrad_sm100``: dy, its scales, x, its scales, sizes[,
     existing_out] -> out, workspace. Sizes are those of padded groups."""
     del plan
-    rows, groups = x.positions.shape[0], group_sizes.shape[0]
-    scales = dy.scales * as_promised(group_sizes, blocks.GROUPED, x, dy)
-    sizes = padding.padded_sizes(group_sizes, rows, blocks.GROUPED)
-    weight, x_scales = (_padded(a, 0, 8) for a in (x.weight, x.scales))
-    out = jax.ShapeDtypeStruct((groups, dy.shape[0], weight.shape[0]), jnp.float32)
-    more = [] if existing_out is None else [_padded(existing_out, 2, 8)]
-    aliases = {5: 0} if more else None
+    groups = group_sizes.shape[0]
+    operands, aliases = _wgrad_operands(x, dy, group_sizes, existing_out, unit=1)
+    out = jax.ShapeDtypeStruct((groups, dy.shape[0], operands[2].shape[0]), jnp.float32)
     results = out, _workspace(groups, groups)
     call = jax.ffi.ffi_call("jgg_fp8_grouped_wgrad_sm100", results, input_output_aliases=aliases)
-    sums, _ = call(
-        dy.weight, scales, weight, x_scales, sizes.astype(jnp.int32), *more,
-        **attributes({"existing_out": bool(more)}),
-    )  # fmt: skip
+    sums, _ = call(*operands, **attributes({"existing_out": aliases is not None}))
     return _cut(sums, 2, x.shape[0]).astype(dtype)
+
+
+def _wgrad_operands(x, dy, group_sizes, existing_out, *, unit: int):
+    """Those of a kernel that reads scales as they are stored, and which of them are results. Sizes
+    are those of padded groups, in so many rows."""
+    scales = dy.scales * as_promised(group_sizes, blocks.GROUPED, x, dy)
+    sizes = padding.padded_sizes(group_sizes, x.positions.shape[0], blocks.GROUPED) // unit
+    weight, x_scales = (_padded(a, 0, 8) for a in (x.weight, x.scales))
+    more = [] if existing_out is None else [_padded(existing_out, 2, 8)]
+    operands = dy.weight, scales, weight, x_scales, sizes.astype(jnp.int32), *more
+    return operands, {5: 0} if more else None
 
 
 def _workspace(groups: int, count: int) -> jax.ShapeDtypeStruct:

@@ -53,7 +53,7 @@ def fp8_grouped_mm(
     is rounded) of the product of what ``dequantize`` gives, of numbers of one sign within 1e-3.
     Rows of no group are exact zeros, whatever they hold.
 
-    Hopper's and Blackwell's kernels take codes of e4m3, x in blocks of ``(1, 128)`` and w in blocks
+    Kernels take codes of e4m3 ("sm89" also x of e5m2), x in blocks of ``(1, 128)`` and w in blocks
     of ``(128, 128)``, or either with a scale for each matrix, outside of ``vmap`` and on one device
     (or in ``shard_map``). Where x and w have a scale for each matrix, kernels of bfloat16 multiply
     the codes otherwise, which bfloat16 holds. Everything else is the XLA program, which multiplies
@@ -171,7 +171,7 @@ def _call(platform, x, w, groups, options, *, product: Mm):
 
 
 #: By kernel: ``call(plan, x, w, groups, options, *, product)``.
-_CALLS: dict[str, Callable] = {"sm100": call.grouped_mm, "sm90": call.grouped_mm}
+_CALLS: dict[str, Callable] = dict.fromkeys(("sm100", "sm90", "sm89"), call.grouped_mm)
 
 
 def _problem(platform, x, w, groups: Metadata, options: Epilogue, product: Mm) -> problems.Fp8:

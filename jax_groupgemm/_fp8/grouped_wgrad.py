@@ -106,7 +106,7 @@ def _matrices_composed(x, dy, group_sizes, existing_out, *, dtype, implementatio
     lines, columns = (lax.stop_gradient(q.weight).astype(jnp.bfloat16) for q in (dy, x))
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, precision=lax.Precision.HIGHEST,
-        implementation=None if implementation == "sm100" else implementation,
+        implementation=None if implementation in ("sm100", "sm89") else implementation,
     )  # fmt: skip
     out = primitives.wgrad(lines, columns, segments.sizes(group_sizes), product)
     live = padding.padded_sizes(group_sizes, x.shape[0], 1) > 0
@@ -142,7 +142,7 @@ def _in_lines(x, dy, group_sizes):
 
 def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
     """In terms of another product."""
-    implementation = None if implementation == "sm100" else implementation
+    implementation = None if implementation in ("sm100", "sm89") else implementation
     padded = padding.padded_sizes(group_sizes, x.positions.shape[0], blocks.GROUPED)
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
@@ -170,6 +170,7 @@ def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
 _CALLS: dict[str, Callable] = {
     "sm100": call.grouped_wgrad_sm100,
     "sm90": call.grouped_wgrad,
+    "sm89": call.grouped_wgrad_sm89,
 }
 
 

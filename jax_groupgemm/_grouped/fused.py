@@ -260,7 +260,8 @@ def weight_cotangent(run: Callable, x, w, metadata, product: Mm, ct):
 
 def of_any_shape(product: Mm) -> Mm:
     """Without the name of a kernel that has no generic one behind it."""
-    return product.replace(implementation=None) if product.implementation == "sm100" else product
+    alone = product.implementation in ("sm100", "sm89")
+    return product.replace(implementation=None) if alone else product
 
 
 def bias_cotangent(bias, metadata, product: Mm, ct):

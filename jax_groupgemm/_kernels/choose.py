@@ -25,7 +25,7 @@ from .kernel import PLATFORMS, Kernel, Plan, noted
 from .problems import FLOATS, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
-IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
+IMPLEMENTATIONS = ("sm100", "sm90", "sm89", "sm80", "cpu", "reference")
 
 
 # Thresholds, measured (docs/lab has the tables) where they do not say otherwise.
@@ -426,6 +426,10 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             "sm90", "jgg_fp8_grouped_mm", fp8.mm, config=fp8.mm_config,
             needs="e4m3, blocks of 128 along K and of 128 x 128",
         ),
+        Kernel(
+            "sm89", "jgg_fp8_grouped_mm_sm89", fp8.mm_sm89, pays=fp8.pays_sm89,
+            needs="e4m3, x also e5m2, blocks of 128 along K and of 128 x 128",
+        ),
     ),
     "fp8_grouped_wgrad": (
         Kernel(
@@ -435,6 +439,10 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_fp8_grouped_wgrad", fp8.wgrad,
             needs="e4m3, blocks of 128 rows",
+        ),
+        Kernel(
+            "sm89", "jgg_fp8_grouped_wgrad_sm89", fp8.wgrad_sm89, pays=fp8.pays_sm89,
+            needs="e4m3, dy also e5m2, blocks of 128 rows",
         ),
     ),
     # The kernel of "mm" where tokens come by list, with the activation's derivative.

@@ -41,6 +41,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
     "jgg_fp8_grouped_mm": ("cuda",),
     "jgg_fp8_grouped_wgrad": ("cuda",),
+    "jgg_fp8_grouped_mm_sm89": ("cuda",),
+    "jgg_fp8_grouped_wgrad_sm89": ("cuda",),
     "jgg_fp8_grouped_mm_sm100": ("cuda",),
     "jgg_fp8_grouped_wgrad_sm100": ("cuda",),
     "jgg_moe_top_k": ("cuda",),
@@ -193,10 +195,10 @@ def _say(message: str) -> None:
 
 BUILD = load()
 
-# The one compute capability whose instructions a kernel is made of, and the code that a build must
-# have for it: no other architecture's will do.
-_CAPABILITY = {"sm100": 100, "sm90": 90}
-_CODE = {"sm100": "100a", "sm90": "90a"}
+# The compute capabilities that a kernel is for: it is made of their instructions, and a build must
+# have code for them. No other architecture's will do. Hopper is among those of "sm89" for tests.
+_CAPABILITIES = {"sm100": (100,), "sm90": (90,), "sm89": (89, 90, 120, 121)}
+_CODE = {100: "100a", 90: "90a", 89: "89", 120: "120", 121: "120"}
 
 
 def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | None:
@@ -206,13 +208,13 @@ def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | 
     if ("cpu" if implementation == "cpu" else "cuda") not in BUILD.registered:
         return "this build has no CUDA kernels"
     for capability in capabilities:
-        needed = _CAPABILITY.get(implementation, capability)
-        if capability != needed:
-            return (
-                f"it needs compute capability {needed / 10:.1f}, this GPU has {capability / 10:.1f}"
-            )
+        needed = _CAPABILITIES.get(implementation)
+        if needed is not None and capability not in needed:
+            names = [f"{c / 10:.1f}" for c in needed]
+            listed = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+            return f"it needs compute capability {listed}, this GPU has {capability / 10:.1f}"
         has = ", ".join(BUILD.architectures)
-        own = _CODE.get(implementation)
+        own = _CODE[capability] if needed is not None else None
         if own is not None and own not in BUILD.architectures:
             return f"this build has code for {has}, not for {own}"
         if not any(_has_code(arch, capability) for arch in BUILD.architectures):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 #: Kernels, and the platform that each runs on.
-PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
+PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm89": "cuda", "sm80": "cuda", "cpu": "cpu"}
 
 _always = lambda problem: True
 _never = lambda problem, config: False

@@ -3,7 +3,8 @@
 Generic kernels, "sm80" and "cpu", are on wherever there is code for them: their instructions mean
 the same on every GPU since Ampere. So are kernels for one kind of GPU that this project runs before
 a release, today those for Hopper. The others, ``UNRUN``, are off, named or not, until
-``python -m jax_groupgemm.check`` has passed on the GPU of this process. It writes a file into the
+``python -m jax_groupgemm.check`` has passed on the GPU of this process, or that is one of those on
+which this project has run them, too. It writes a file into the
 user's cache: ``<kind>.json`` in ``$XDG_CACHE_HOME/jax_groupgemm``; the environment variable
 ``JGG_PROVEN`` names another folder. The file says which kernels passed, and with which GPU, driver,
 package and CUDA. Where one of those is another, the proof counts no more. A process without a GPU
@@ -22,7 +23,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ FORMAT = 1
 VARIABLE = "JGG_PROVEN"
 COMMAND = "python -m jax_groupgemm.check"
 REASON = f"it is not yet proven on this GPU: run {COMMAND}"
-#: Implementations that this project has run on no GPU.
-UNRUN = ("sm100",)
+#: Implementations that this project has not run on the GPUs that they are for, and the compute
+#: capabilities of others on which it has run them: there they run where they are named.
+UNRUN: dict[str, tuple[int, ...]] = {"sm100": (), "sm89": (90,)}
 
 _LONGEST = 2**20  # bytes of a proof that is read
 _NVIDIA = Path("/proc/driver/nvidia/version")
@@ -65,9 +67,19 @@ def key(kernel: Kernel) -> str:
 
 def against(kernel: Kernel) -> str | None:
     """Why a kernel that this GPU can run must not run on it yet."""
-    if kernel.name not in UNRUN or _trusted.get() or key(kernel) in proven():
-        return None
-    return REASON
+    if _waits(kernel.name) and not _trusted.get() and key(kernel) not in proven():
+        return REASON
+    return None
+
+
+def for_tests(name: str, capabilities: Sequence[int]) -> bool:
+    """Whether all of these GPUs are among those for which an implementation is not."""
+    return len(capabilities) > 0 and set(UNRUN.get(name, ())).issuperset(capabilities)
+
+
+def _waits(name: str) -> bool:
+    """Whether an implementation waits for a proof on a GPU of this process."""
+    return name in UNRUN and not for_tests(name, extension.live_capabilities())
 
 
 _trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("jgg_trusted", default=False)
@@ -87,7 +99,8 @@ def proven() -> frozenset[str]:
     """The kernels that passed here; none where no kernel of this GPU needs a proof, or there is
     none, or one that does not count, which is one warning."""
     capabilities = extension.live_capabilities()
-    if not capabilities or all(extension.unavailable(name, capabilities) for name in UNRUN):
+    waiting = [name for name in UNRUN if _waits(name)]
+    if not capabilities or all(extension.unavailable(name, capabilities) for name in waiting):
         return frozenset()
     where = place()
     return frozenset() if where is None else _proven(path(where.gpu), where)

@@ -57,8 +57,9 @@ def test_what_is_wrong_is_seen(name, monkeypatch):
 
 def reached(monkeypatch, capability: int, of=lines.lines, quick: bool = True):
     """The kernels that a GPU's lines call, and those that it has."""
-    build = extension.Build(cuda="13.0", architectures=("80", "90a", "100a", "80-virtual"))
-    monkeypatch.setattr(extension, "BUILD", build)
+    jax.clear_caches()  # of what another GPU's lines are lowered to
+    codes = ("80", "89", "90a", "100a", "80-virtual")
+    monkeypatch.setattr(extension, "BUILD", extension.Build(cuda="13.0", architectures=codes))
     monkeypatch.setattr(extension, "live_capabilities", lambda: (capability,))
     has = device._kernels("cuda", (capability,))
     gpu = dataclasses.replace(CPU, platform="cuda", capability=capability, kernels=has)
@@ -79,12 +80,23 @@ GATED = (
 )  # fmt: skip
 
 
-def test_what_is_gated_is_reached(monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "name", "calls"),
+    [(100, "sm100", GATED), (89, "sm89", ("fp8_grouped_mm_sm89", "fp8_grouped_wgrad_sm89"))],
+)
+def test_what_is_gated_is_reached(monkeypatch, capability, name, calls):
     """Or nobody could switch it on."""
-    found, has = reached(monkeypatch, 100, lambda gpu: [*narrow.lines(), *products.lines()])
+    of = narrow.lines() if name == "sm89" else [*narrow.lines(), *products.lines()]
+    found, has = reached(monkeypatch, capability, lambda gpu: of)
     gated = {key for key in has if key.rpartition(" ")[2] in proven.UNRUN}
-    assert gated == {f"jgg_{call} sm100" for call in GATED}
+    assert gated == {f"jgg_{call} {name}" for call in calls}
     assert gated <= found
+
+
+def test_hoppers_lines_need_no_kernel_that_only_tests_name(monkeypatch):
+    _, has = reached(monkeypatch, 90, lambda gpu: [])
+    assert "jgg_fp8_grouped_mm sm90" in has
+    assert not {key for key in has if key.endswith("sm89")}
 
 
 @pytest.mark.weekly

@@ -22,6 +22,7 @@
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __forceinline__ inline
 
 struct int2 {
   int32_t x, y;

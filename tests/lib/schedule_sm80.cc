@@ -3,6 +3,9 @@
 #include "cuda_on_host.h"
 //
 inline bool __syncthreads_and(bool value) { return !__syncthreads_or(!value); }
+namespace jgg::device {
+inline int ThreadAnew() { return static_cast<int>(threadIdx.x); }
+}  // namespace jgg::device
 #include "grouped_mm/device/schedule_sm80.cuh"
 
 using namespace jgg;
@@ -20,9 +23,9 @@ struct Written {
   int64_t row, rows, column, columns;
 };
 
-template <int kM, int kN, int kThreads, int kWindow, bool kShares, bool kMm>
+template <int kM, int kN, int kThreads, int kWindow, bool kShares, bool kMm, bool kSizes = false>
 static int64_t Run(const GemmSm80& gemm, unsigned blocks, Written* to, int64_t most) {
-  using Work = device::Schedule<kM, kN, kThreads, kMm, false, kWindow, kShares>;
+  using Work = device::Schedule<kM, kN, kThreads, kMm, false, kWindow, kShares, kSizes>;
   int64_t count = 0;
   RunBlocks({blocks, 1}, kThreads, [&] {
     static typename Work::Memory memory;

@@ -61,6 +61,7 @@ __device__ void Gate(Activation activation, float* gates, const float* up) {
 }
 
 // Two values in one word, rounded to nearest, by one instruction.
+#ifdef __CUDACC__
 template <typename T>
 __device__ uint32_t Pack(float low, float high) {
   uint32_t word;
@@ -71,5 +72,11 @@ __device__ uint32_t Pack(float low, float high) {
   }
   return word;
 }
+#else
+template <typename T>
+uint32_t Pack(float low, float high) {
+  return T(low).raw() | uint32_t{T(high).raw()} << 16;
+}
+#endif
 
 }  // namespace jgg::device

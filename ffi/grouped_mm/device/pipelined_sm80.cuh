@@ -10,26 +10,11 @@
 #include <cstdint>
 
 #include "grouped_mm/device/compute_sm80.cuh"
+#include "grouped_mm/device/instructions_sm80.cuh"
 #include "grouped_mm/device/schedule_sm80.cuh"
 #include "grouped_mm/device/warp_results_sm80.cuh"
 
 namespace jgg::device {
-
-__device__ inline uint32_t SharedAddress(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
-// If `wanted`, copies 16 bytes, or writes as many zeros.
-__device__ inline void CopyAsync(uint32_t to, const void* from, bool wanted, bool zeros) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.b32 wanted, %2, 0;\n"
-      "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3;\n"
-      "}" ::"r"(to),
-      "l"(from), "r"(static_cast<int>(wanted)), "r"(zeros ? 0 : 16)
-      : "memory");
-}
 
 // Bytes by which a thread's place in an operand moves from one piece to the next, and from a
 // slice's last piece to the next slice's first. They are the same for every tile, so they lie in
@@ -44,14 +29,10 @@ template <typename Element, bool kKMajor, int kMn, int kK, int kThreads>
 class PipelinedCopy {
  public:
   using Tile = MatrixTile<Element, kKMajor, kMn, kK>;
-
- private:
   static constexpr int kSize = sizeof(Element);
   static constexpr int kPiece = 8;  // elements of 16 bytes
   static constexpr int kPerLine = (kKMajor ? kK : kMn) / kPiece;
   static constexpr int kLines = kThreads / kPerLine;  // from one piece of a thread to the next
-
- public:
   static constexpr int kPieces = (kKMajor ? kMn : kK) / kLines;
   static constexpr int kBytes = kMn * kK * kSize;
   static_assert(kThreads % kPerLine == 0 && kLines % Tile::kPeriod == 0 &&
@@ -88,10 +69,7 @@ class PipelinedCopy {
     const bool wanted = left > 0 && (wanted_ & (1u << i)) != 0;
     const bool zeros = left - k_ <= (kKMajor ? 0 : i * kLines);
     CopyAsync(slice + to_ + more, from_, wanted, zeros);
-    // In assembly, so that multiples of the distance are not kept in registers.
-    asm volatile("add.s64 %0, %0, %1;"
-                 : "+l"(from_)
-                 : "l"(i == kPieces - 1 ? strides.slice : strides.piece));
+    Advance(from_, i == kPieces - 1 ? strides.slice : strides.piece);
   }
 
  private:
@@ -128,17 +106,19 @@ class WarpOperand {
     typename Tile::Plain plain;
     const int more = (kKMajor ? plain(kApart * i, 0) : plain(0, 16 * step)) * int{sizeof(Element)};
     const uint32_t from = slice + at_[kKMajor ? step : i] + more;
-    if constexpr (kKMajor) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-                   : "r"(from)
-                   : "memory");
-    } else {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-                   : "r"(from)
-                   : "memory");
-    }
+    LoadMatrices<!kKMajor>(from, values);
+  }
+
+  // For K-major operands of two steps: where block 0 of the first step begins, by what that place
+  // differs from the second step's, and how far block i is from it.
+  __device__ int First() const {
+    constexpr typename Tile::Layout kAt{};
+    static_assert(!kKMajor || (kAt(6, 24) == (kAt(6, 8) ^ 16) && kAt(kApart, 0) == kApart * kK));
+    return at_[0];
+  }
+  static constexpr int kOtherStep = 16 * int{sizeof(Element)};
+  __device__ static constexpr int BlockBytes(int i) {
+    return kApart * i * kK * int{sizeof(Element)};
   }
 
  private:
@@ -158,11 +138,13 @@ __device__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, 
 }
 
 template <typename Element_, bool kAKMajor_, bool kBKMajor_, int kM_, int kN_, int kStages_,
-          int kBlocksPerSm_, int kWindow>
+          int kBlocksPerSm_, int kWindow, bool kSizes = false>
 struct PipelinedConfig {
   using Element = Element_;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
-  static constexpr bool kMm = kAKMajor;  // or wgrad, whose lines are rows
+  static constexpr bool kMm = kAKMajor;                          // or wgrad, whose lines are rows
+  static constexpr bool kHasOptions = kMm, kAddsExisting = kMm;  // of its results
+  static constexpr bool kKeepsEmpty = false;  // what is there, where it adds sums of no rows
   static_assert(kMm || !kBKMajor);
   static constexpr int kM = kM_, kN = kN_, kK = 32;
   static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
@@ -174,7 +156,7 @@ struct PipelinedConfig {
   static constexpr int kRowsApart = 16 * kWarpsM;
   using OperandA = WarpOperand<Element, true, kAKMajor, kM, kK, kRowsApart>;
   using OperandB = WarpOperand<Element, false, kBKMajor, kN, kK, 16>;
-  using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor, kWindow, kMm>;
+  using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor, kWindow, kMm, kSizes>;
   static constexpr int kStageBytes = CopyA::kBytes + CopyB::kBytes;
 
   // While a tile's results are stored, the copies of the next one fill all slices but the last.
@@ -355,7 +337,7 @@ class Pipeline {
 
   // The slice that is read next has arrived, and nobody reads the one that is filled next.
   __device__ static void Meet() {
-    cute::cp_async_wait<kStages - 2>();
+    WaitForCopies<kStages - 2>();
     __syncthreads();
   }
 
@@ -374,7 +356,7 @@ class Pipeline {
   }
 
   __device__ void EndSlice() {
-    cute::cp_async_fence();
+    EndCopies();
     left_ -= kK;
     write_ = Next(write_);
   }
@@ -390,6 +372,7 @@ class Pipeline {
   WarpSums sums_;
 };
 
+#ifdef __CUDACC__
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     PipelinedSm80Kernel(const __grid_constant__ PipelinedSm80 arguments) {
@@ -425,7 +408,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         __syncthreads();
         next_segment(tile);
       }
-      column += Config::kN >> (Config::kMm && IsGated(gemm.epilogue.activation));
+      column += Config::kN >> (Config::kHasOptions && IsGated(gemm.epilogue.activation));
     }
     if (first < 0 || column >= tile.n_count) {
       at = !at;
@@ -438,5 +421,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
   } while (column >= 0);
 }
+#endif
 
 }  // namespace jgg::device

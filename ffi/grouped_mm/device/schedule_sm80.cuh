@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "grouped_mm/device/instructions_sm80.cuh"
 #include "grouped_mm/device/scan.cuh"
 #include "grouped_mm/device/segments.cuh"
 #include "grouped_mm/gemm_sm80.h"
@@ -59,16 +60,17 @@ __device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
                      gemm.groups, index);
 }
 
+// kSizes: the metadata are sizes, and the order that of segments; there is no code for others.
 template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor, int kWindow = 4 * kThreads,
-          bool kShares = false>
+          bool kShares = false, bool kSizes = false>
 class Schedule {
  public:
   using Memory = ScheduleMemory<kThreads, kWindow>;
 
   __device__ Schedule(const GemmSm80& gemm, Memory& memory) : gemm_(gemm), memory_(memory) {
-    const bool by_result = gemm.order >= GemmSm80::Order::kResult ||
-                           (gemm.order == GemmSm80::Order::kDetect && !InOrder());
-    if (threadIdx.x == 0) {
+    const bool by_result = !kSizes && (gemm.order >= GemmSm80::Order::kResult ||
+                                       (gemm.order == GemmSm80::Order::kDetect && !InOrder()));
+    if (Thread() == 0) {
       memory.state = State{static_cast<int>(blockIdx.x), -1, 0, 0, 0, 0, by_result};
     }
     __syncthreads();
@@ -80,9 +82,10 @@ class Schedule {
   __device__ bool Next(Tile& to) {
     State state = memory_.state;
     Tile tile;
-    if (!(state.by_result ? NextOfResult(state, tile) : NextOfSegments(state, tile))) return false;
+    const bool by_result = !kSizes && state.by_result;
+    if (!(by_result ? NextOfResult(state, tile) : NextOfSegments(state, tile))) return false;
     __syncthreads();  // everybody has read the state
-    if (threadIdx.x == 0) {
+    if (Thread() == 0) {
       memory_.state = state;
       to = tile;
     }
@@ -125,6 +128,9 @@ class Schedule {
   using State = typename Memory::State;
   static constexpr int kBand = 16;  // rows of tiles
 
+  // Where a pipeline has no register for what follows from it, it is read anew.
+  __device__ static unsigned Thread() { return kSizes ? ThreadAnew() : threadIdx.x; }
+
   __device__ bool IsMm() const { return gemm_.product == GemmSm80::Product::kMm; }
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
@@ -157,7 +163,7 @@ class Schedule {
     // The last entry that does not begin after this tile: 32 candidates, then those around it.
     constexpr int kStride = Memory::kWindow / 32;
     static_assert(kStride <= 32);
-    const int lane = threadIdx.x % 32;
+    const int lane = Thread() % 32;
     const unsigned coarse =
         __ballot_sync(0xffffffffu, memory_.window[lane * kStride].first_tile <= state.next);
     const int base = (__popc(coarse) - 1) * kStride;
@@ -206,7 +212,7 @@ class Schedule {
   }
 
   __device__ void MakeSegmentTile(Tile& tile, int index, const Entry& entry) const {
-    if (gemm_.metadata.kind == MetadataKind::kSizes) {
+    if (kSizes || gemm_.metadata.kind == MetadataKind::kSizes) {
       // wgrad: matrices after the last group, which have no group.
       const int64_t weight = index < Count() ? index - Offset() : index - Count();
       tile.segment = Segment{entry.start, entry.start, entry.length, static_cast<int>(weight)};
@@ -259,13 +265,13 @@ class Schedule {
     if (state.window_begin >= total) return false;
     __syncthreads();  // the window before may still be read
     // Where a window has fewer entries than the block threads, some threads have none.
-    const bool mine = kWindow >= kThreads || threadIdx.x < kWindow;
-    const int entry = static_cast<int>(threadIdx.x) * Memory::kPerThread;
+    const bool mine = kWindow >= kThreads || Thread() < kWindow;
+    const int entry = static_cast<int>(Thread()) * Memory::kPerThread;
     const int begin = mine ? state.window_begin + entry : INT32_MAX / 2;
     const uint32_t rows = static_cast<uint32_t>(gemm_.rows_x);
     int starts[Memory::kPerThread], lengths[Memory::kPerThread], shifts[Memory::kPerThread];
 
-    if (gemm_.metadata.kind == MetadataKind::kSizes) {
+    if (kSizes || gemm_.metadata.kind == MetadataKind::kSizes) {
       auto add = [&](uint32_t a, uint32_t b) { return min(a + b, rows); };
       uint32_t sizes[Memory::kPerThread], sum = 0;
 #pragma unroll

@@ -7,6 +7,7 @@
 
 #include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/addends_sm80.cuh"
+#include "grouped_mm/device/instructions_sm80.cuh"
 #include "grouped_mm/device/schedule_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
@@ -14,13 +15,6 @@ namespace jgg::device {
 
 constexpr int kWarpTile = 64;       // rows and columns of a warp
 constexpr int kResultBytes = 2048;  // of shared memory for each warp's results
-
-// This thread's number, read anew: so nothing that follows from it is kept in a register for later.
-__device__ inline int ThreadAnew() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
 
 // A warp's sums, [atom of 16 rows][atom of 8 columns][as mma.sync has them].
 using WarpSums = float[4][8][4];
@@ -36,11 +30,12 @@ class WarpResults {
     const int thread = ThreadAnew(), warp = thread / 32, lane = thread % 32;
     const int row0 = warp / Config::kWarpsN * 16;
     if (row0 >= tile.m_hi) return;
-    const bool gated = Config::kMm && IsGated(gemm.epilogue.activation);
+    if (Config::kKeepsEmpty && gemm.epilogue.accumulate && tile.segment.length == 0) return;
+    const bool gated = Config::kHasOptions && IsGated(gemm.epilogue.activation);
     const int n0 = column + (warp % Config::kWarpsN * kWarpTile >> gated);
     unsigned char* staged = results + warp * kResultBytes;
-    if (!(Config::kMm && gemm.epilogue.Any()) && gemm.out_width == 8 &&
-        gemm.out_dtype == kOutDType) {
+    const bool plain = !(Config::kHasOptions || Config::kAddsExisting) || !gemm.epilogue.Any();
+    if (plain && gemm.out_width == 8 && gemm.out_dtype == kOutDType) {
       StorePacked(gemm, tile, sums, row0, n0, lane, staged);
     } else if (gemm.out_width > 1) {
       StoreFused<4>(gemm, tile, sums, row0, n0, lane, reinterpret_cast<float*>(staged));
@@ -96,7 +91,7 @@ class WarpResults {
   __device__ static void StoreFused(const GemmSm80& gemm, const Tile& tile, const WarpSums& sums,
                                     int row0, int n0, int lane, float* staged) {
     const Epilogue& epilogue = gemm.epilogue;
-    const bool gated = Config::kMm && IsGated(epilogue.activation);
+    const bool gated = Config::kHasOptions && IsGated(epilogue.activation);
     const int64_t origin = Origin(gemm, tile);
     const int per_row = (kWarpTile / kWidth) >> gated, shift = Log2(kWarpTile / kWidth) - gated;
 #pragma unroll 1
@@ -121,11 +116,11 @@ class WarpResults {
         float values[kWidth];
         const int piece = gated ? c / 8 * 2 : c / 8;
         Read<kWidth>(staged + r * 64 + (piece ^ r) * 8 + c % 8, values);
-        if (Config::kMm && tile.weight >= 0) {
+        if (Config::kHasOptions && tile.weight >= 0) {
           if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, values);
           if (gated) {
             float up[kWidth];
-            Read<kWidth>(staged + r * 64 + (piece + 1 ^ r) * 8 + c % 8, up);
+            Read<kWidth>(staged + r * 64 + ((piece + 1) ^ r) * 8 + c % 8, up);
             if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, gemm.n / 2 + column, up);
             Gate<false, kWidth>(epilogue.activation, values, up);
           } else {
@@ -139,7 +134,7 @@ class WarpResults {
           }
         }
         const int64_t to = origin + row * gemm.out_m + column;
-        if (Config::kMm && epilogue.accumulate) AddExisting<kWidth>(gemm, to, values);
+        if (Config::kAddsExisting && epilogue.accumulate) AddExisting<kWidth>(gemm, to, values);
         StoreValues<kWidth>(gemm, to, values);
       }
       __syncwarp();

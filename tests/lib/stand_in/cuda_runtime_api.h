@@ -3,3 +3,4 @@
 
 using cudaError_t = int;
 using cudaStream_t = void*;
+constexpr cudaError_t cudaErrorNoKernelImageForDevice = 209;
