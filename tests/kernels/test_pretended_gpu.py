@@ -52,7 +52,7 @@ def test_blocks_that_need_more_shared_memory_than_there_is(monkeypatch, h200):
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
-
+import jax_groupgemm as jgg
 from jax_groupgemm._kernels import extension
 x, w = jnp.ones((300, 64), jnp.bfloat16), jnp.ones((8, 64, 128), jnp.bfloat16)
 s = jnp.full((8,), 37)
@@ -84,3 +84,4 @@ def test_a_block_may_not_have_more_than_the_pretended_gpu_gives():
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode != 0
+    assert "invalid configuration" in ran.stderr

@@ -110,7 +110,9 @@ def test_affine_scales_of_groups(rng, dtype, bits, group, k):
     f = jax.jit(lambda x, q: product(x, q, sizes, preferred_element_type="float32"))
     out, kernels = run(f, x, q)
     assert_ran(kernels, 1)
-    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), k=n)
+    # Sums of codes of 8 bits are large beside the result, which biases bring back.
+    near = 2e-6 if bits == 8 else None
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), tolerance=near)
     good, begin = oracle.f64(out), sizes[:5].sum()
     for leaf, line, of in (("scales", 199, 1), ("biases", 64, 2), ("scales", 73, k // group - 1)):
         bad = dataclasses.replace(q, **{leaf: getattr(q, leaf).at[5, line, of].set(jnp.nan)})
