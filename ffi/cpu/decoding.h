@@ -57,11 +57,6 @@ struct AllNumbers {
   }
 };
 
-template <int kValue>
-struct Number {
-  static constexpr int value = kValue;
-};
-
 // How codes become values: rounded to a dtype, or not; kExact: products with scales are exact,
 // because those have 16 bits.
 template <typename Format_, DType kRounds_, bool kExact_>
@@ -197,8 +192,7 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
 
 // ---- decoding ----
 
-// Values go to memory, or to sums of products with a row of x, which is in InnerOrder. (Both are
-// passed on by value, which keeps them in registers.)
+// Values go to memory, or where row.h says. (Passed on by value, which keeps it in registers.)
 
 struct ToMemory {
   static constexpr bool kInner = false, kInARow = false;
@@ -241,31 +235,6 @@ __attribute__((always_inline)) inline void Fetch(const void* at, int64_t ahead, 
     __builtin_prefetch(reinterpret_cast<const void*>(begin + i), 0, 2);  // to the L2 cache
   }
 }
-
-struct ToSum {
-  static constexpr bool kInner = true, kInARow = true;
-  const float* x;
-  Ahead ahead;
-  Vector sum = {};
-
-  void operator()(Vector v) {
-    sum = MultiplyAdd(v, Load(x), sum);
-    x += kLanes;
-  }
-};
-
-// To a row of sums of products with a number, which is in InnerOrder.
-struct ToRow {
-  static constexpr bool kInner = true, kInARow = true;
-  Vector number;
-  Ahead ahead;
-  float* sum;
-
-  void operator()(Vector v) {
-    Store(sum, MultiplyAdd(v, number, Load(sum)));
-    sum += kLanes;
-  }
-};
 
 // Whole groups of `kVectors` registers.
 template <typename D, int kVectors, typename To>
@@ -345,215 +314,6 @@ template <typename D>
 void ReadLine(const void* lines, int64_t line, int64_t first, int64_t count, float* out) {
   Decode<D>(*static_cast<const Lines*>(lines), line, first, count, ToMemory{out});
 }
-
-template <typename D>
-Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
-                    const Ahead& ahead) {
-  return Decode<D>(lines, line, first, count, ToSum{x, ahead}).sum;
-}
-
-// sum += a line times x, whole units in InnerOrder.
-template <typename D>
-void AddLine(const Lines& lines, int64_t line, int64_t first, int64_t count, float x, float* sum,
-             const Ahead& ahead) {
-  Decode<D>(lines, line, first, count, ToRow{All(x), ahead, sum});
-}
-
-// `count` numbers in the order that MultiplyLine has them in, whole units.
-template <int kBits>
-void ToInnerOrder(const float* x, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i += kLanes) Store(out + i, LoadInInnerOrder<kBits>(x + i));
-}
-
-// ---- four lines at a time ----
-
-// As ToSum, for each line.
-struct ToLineSums {
-  const float* x;
-  Vector sums[kLinesTogether] = {};
-
-  template <int kVectors>
-  struct Some {
-    Vector x[kVectors];
-  };
-  template <int kVectors>
-  Some<kVectors> Begin() const {
-    Some<kVectors> some;
-    for (int i = 0; i < kVectors; ++i) some.x[i] = Load(x + i * kLanes);
-    return some;
-  }
-  template <int kVectors>
-  void Add(Some<kVectors>& some, int l, int i, Vector v) {
-    sums[l] = MultiplyAdd(v, some.x[i], sums[l]);
-  }
-  template <int kVectors>
-  void End(const Some<kVectors>&) {
-    x += kVectors * kLanes;
-  }
-};
-
-// As ToRow, a number for each line.
-struct ToRowOfSums {
-  float* sum;
-  Vector numbers[kLinesTogether];
-
-  template <int kVectors>
-  struct Some {
-    Vector sum[kVectors];
-  };
-  template <int kVectors>
-  Some<kVectors> Begin() const {
-    Some<kVectors> some;
-    for (int i = 0; i < kVectors; ++i) some.sum[i] = Load(sum + i * kLanes);
-    return some;
-  }
-  template <int kVectors>
-  void Add(Some<kVectors>& some, int l, int i, Vector v) {
-    some.sum[i] = MultiplyAdd(v, numbers[l], some.sum[i]);
-  }
-  template <int kVectors>
-  void End(const Some<kVectors>& some) {
-    for (int i = 0; i < kVectors; ++i) Store(sum + i * kLanes, some.sum[i]);
-    sum += kVectors * kLanes;
-  }
-};
-
-// Whole groups of `kVectors` registers, of which kMost at a time have their numbers in registers.
-template <typename D, int kVectors, typename To>
-void DecodeTogether(const Scales (&scales)[kLinesTogether], int64_t groups, const uint8_t* at,
-                    int64_t line_bytes, int64_t ahead, To* to_) {
-  constexpr int kMost = kLanes / 2, kSome = kVectors < kMost ? kVectors : kMost;
-  constexpr int kStep = kLanes * D::Format::kBits / 8, kBytes = kVectors * kStep;
-  constexpr int kEach = kBytes < kCacheLine ? kCacheLine / kBytes : 1;  // groups of a cache line
-  To to = *to_;                                                         // in registers
-  for (int64_t g = 0; g < groups; ++g) {
-    if (g % kEach == 0) {
-      for (int l = 0; l < kLinesTogether; ++l) Fetch(at + l * line_bytes, ahead, kBytes);
-    }
-    for (int first = 0; first < kVectors; first += kSome) {
-      auto some = to.template Begin<kSome>();
-#pragma GCC unroll 4
-      for (int l = 0; l < kLinesTogether; ++l) {
-        const Group<D> values({All(scales[l].first[g]), All(scales[l].second[g])});
-#pragma GCC unroll 16
-        for (int i = 0; i < kSome; ++i) {
-          to.template Add<kSome>(some, l, i,
-                                 values.template Read<true>(at + l * line_bytes + i * kStep));
-        }
-      }
-      to.template End<kSome>(some);
-      at += kSome * kStep;
-    }
-  }
-  *to_ = to;
-}
-
-// Elements [first, first + count) of kLinesTogether lines, or false: where that is not whole
-// groups, or a line is the last in memory.
-template <typename D, typename To>
-bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const Ahead& ahead,
-                 To* to) {
-  constexpr int kBits = D::Format::kBits;
-  constexpr ScaleType kScale = D::Format::kScale;
-  if (kScale == ScaleType::kFloat32 || first % lines.group != 0 || count % lines.group != 0) {
-    return false;
-  }
-  const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
-  const int64_t bytes = (kLinesTogether - 1) * lines.line_bytes + count * kBits / 8;
-  if (at + bytes + kOverread > lines.codes_end) return false;
-  const int64_t end = (first + count) / lines.group;
-  for (int64_t group = first / lines.group; group < end;) {
-    const int64_t groups = Min(kMostGroups, end - group), codes = groups * lines.group;
-    Scales scales[kLinesTogether];
-    for (int l = 0; l < kLinesTogether; ++l) {
-      ReadScales<kScale, D::kRounds == DType::kF32>(lines, line + l, group, groups, &scales[l]);
-      if constexpr (kScale == ScaleType::kScaleAndBias) {
-        const int64_t size = SizeOf(lines.scale_dtype);
-        const int64_t begin = ((line + l) * lines.line_scales + group) * size;
-        Fetch(lines.scales + begin, ahead.scales, groups * size);
-        Fetch(lines.biases + begin, ahead.scales, groups * size);
-      }
-    }
-    const auto decode = [&](auto vectors) {
-      DecodeTogether<D, decltype(vectors)::value>(scales, groups, at, lines.line_bytes, ahead.codes,
-                                                  to);
-    };
-    switch (lines.group) {
-      case 16: decode(Number<16 / kLanes>()); break;
-      case 32: decode(Number<32 / kLanes>()); break;
-      case 64: decode(Number<64 / kLanes>()); break;
-      default: decode(Number<128 / kLanes>());
-    }
-    group += groups;
-    at += codes * kBits / 8;
-  }
-  return true;
-}
-
-// sums[l] = line + l times x.
-template <typename D>
-bool MultiplyLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
-                   const Ahead& ahead, Vector* sums) {
-  ToLineSums to{x};
-  if (!DecodeLines<D>(lines, line, first, count, ahead, &to)) return false;
-  for (int l = 0; l < kLinesTogether; ++l) sums[l] = to.sums[l];
-  return true;
-}
-
-// sum += the lines, each times its number of x.
-template <typename D>
-bool AddLines(const Lines& lines, int64_t line, int64_t first, int64_t count, const float* x,
-              const Ahead& ahead, float* sum) {
-  ToRowOfSums to{sum, {}};
-  for (int l = 0; l < kLinesTogether; ++l) to.numbers[l] = All(x[l]);
-  return DecodeLines<D>(lines, line, first, count, ahead, &to);
-}
-
-// All of these for a format.
-struct Decoders {
-  LineKernels::Read read;
-  Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&);
-  void (*add)(const Lines&, int64_t, int64_t, int64_t, float, float*, const Ahead&);
-  bool (*multiply_lines)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&,
-                         Vector*);
-  bool (*add_lines)(const Lines&, int64_t, int64_t, int64_t, const float*, const Ahead&, float*);
-  void (*order)(const float*, int64_t, float*);  // null: x stays as it is
-  int (*place)(int);                             // of a lane among its unit's elements
-};
-
-template <typename D>
-constexpr Decoders DecodersFor() {
-  constexpr int kBits = D::Format::kBits;
-  return {ReadLine<D>,      MultiplyLine<D>,
-          AddLine<D>,       MultiplyLines<D>,
-          AddLines<D>,      InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>,
-          InnerOrder<kBits>};
-}
-
-template <typename Format, DType kRounds>
-Decoders DecodersOf(const Lines& lines) {
-  if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
-    if (lines.scale_dtype != DType::kF32) return DecodersFor<Decoding<Format, kRounds, true>>();
-  }
-  return DecodersFor<Decoding<Format, kRounds, false>>();
-}
-
-// Values that x's dtype holds anyway are not rounded.
-Decoders DecodersOf(const Lines& lines) {
-  return Formats::Dispatch(lines.mode, lines.bits, [&](auto format) {
-    using Format = decltype(format);
-    constexpr bool kAffine = Format::kScale == ScaleType::kScaleAndBias;
-    if constexpr (kAffine) {
-      if (lines.rounds == DType::kBF16) return DecodersOf<Format, DType::kBF16>(lines);
-    }
-    if constexpr (kAffine || Format::kScale == ScaleType::kE8M0) {
-      if (lines.rounds == DType::kF16) return DecodersOf<Format, DType::kF16>(lines);
-    }
-    return DecodersOf<Format, DType::kF32>(lines);
-  });
-}
-
-LineKernels::Read Decoder(const Lines& lines) { return DecodersOf(lines).read; }
 
 }  // namespace
 }  // namespace jgg::cpu

@@ -6,7 +6,7 @@
 
 #include "cpu/lines.h"
 
-#include "cpu/decoding.h"
+#include "cpu/row.h"
 
 #ifndef JGG_LINES
 #define JGG_LINES kLinesBaseline
