@@ -150,7 +150,7 @@ def test_other_operations(name, f):
 def test_every_primitive_is_a_product_or_a_conversion():
     products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts", "router"}
     products |= {"fused_mm_preactivation", "fused_qmm_preactivation"}
-    products |= {"adapted_qmm", "qmm_beside"}
+    products |= {"adapted_qmm", "qmm_beside", "fp8_grouped_wgrad_of_matrices"}
     products |= {f"experts_{name}" for name in ("up", "up_alone", "down", "rows", "weight")}
     products |= {f"experts_{name}" for name in ("forward", "backward")}
     products |= {f"{of}_grouped_{name}" for of in ("nvfp4", "fp8") for name in ("mm", "wgrad")}

@@ -97,7 +97,7 @@ CASES = [
     (
         lambda: jgg.grouped_mm(X, W, S, implementation="sm70"), ValueError,
         "jgg.grouped_mm: implementation='sm70' is not one of None, 'sm100', 'sm90', "
-        "'sm80', 'cpu', 'reference'",
+        "'sm89', 'sm80', 'cpu', 'reference'",
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, precision="best"), ValueError,

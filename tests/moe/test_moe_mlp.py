@@ -245,8 +245,8 @@ def test_errors(rng):
         (lambda: run(up, q, index, weight), "up and down must both be a jgg.Quantized"),
         (lambda: run(up, down, index, index), "expert_weight must hold floats"),
         (lambda: run(up, down, index, weight, implementation="sm70"),
-         "implementation='sm70' is not one of None, 'sm100', 'sm90', 'sm80', 'cpu', 'reference', "
-         "'composed'"),
+         "implementation='sm70' is not one of None, 'sm100', 'sm90', 'sm89', 'sm80', 'cpu', "
+         "'reference', 'composed'"),
         (lambda: run(up, down, index, weight, recipe=jgg.FP8Recipe(), implementation="sm90"),
          "jgg.moe_mlp: implementation='sm90' names a kernel, and a recipe chooses its own. Leave "
          "it out, or use implementation='composed'."),

@@ -136,7 +136,7 @@ ERRORS = [
     (
         lambda: jgg.quantized_matmul(X, like(8, 64), implementation="triton"), ValueError,
         "jgg.quantized_matmul: implementation='triton' is not one of None, 'sm100', 'sm90', "
-        "'sm80', 'cpu', 'reference'",
+        "'sm89', 'sm80', 'cpu', 'reference'",
     ),
 ]  # fmt: skip
 
