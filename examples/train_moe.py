@@ -172,7 +172,7 @@ class Trainer:
         return state | self.new_scales()
 
     def new_scales(self) -> dict:
-        """Of every block's two products, if scales are delayed."""
+        """States of every block's two products, if scales are delayed."""
         if self.config.precision != "fp8-delayed":
             return {}
         new = jgg.FP8State.new(self.config.layers)

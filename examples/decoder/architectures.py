@@ -1,4 +1,4 @@
-"""What ``config.json`` says of each architecture, as the values of a ``Config``."""
+"""Reads ``config.json`` of each architecture into the values of a ``Config``."""
 
 from __future__ import annotations
 

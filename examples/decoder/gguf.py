@@ -180,7 +180,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 def _newer(of: Any, tensors: Any, name: str, size: Any, shared: Any) -> dict[str, Any]:
-    """What only some architectures' ``config.json`` has."""
+    """The part of ``config.json`` that only some architectures have."""
     gate, usual = of("expert_gating_func"), GATES[name]
     if gate not in (None, 0, usual):
         raise Refused(f"expert_gating_func is {gate!r}, expected {usual}")

@@ -174,7 +174,7 @@ template <typename Element, bool kA, bool kB>
 using WideSm80 = device::PipelinedConfig<Element, kA, kB, 128, 256, 4, 1, 128>;
 
 // Whether the pipeline takes these operands: copies are of 16 bytes, and results lie in rows. It
-// would read a gated w whose rows lie along n in turns of 8 columns, in 1.8 times the time.
+// would read a gated w whose rows lie along n in turns of 8 columns, which seems to be slow.
 inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major, bool b_k_major) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
   if (!b_k_major && IsGated(gemm.epilogue.activation)) return false;

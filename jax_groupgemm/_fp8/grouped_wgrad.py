@@ -106,7 +106,7 @@ def _matrices_composed(x, dy, group_sizes, existing_out, *, dtype, implementatio
     lines, columns = (lax.stop_gradient(q.weight).astype(jnp.bfloat16) for q in (dy, x))
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, precision=lax.Precision.HIGHEST,
-        implementation=None if implementation in ("sm100", "sm89") else implementation,
+        implementation=_of_arrays(implementation),
     )  # fmt: skip
     out = primitives.wgrad(lines, columns, segments.sizes(group_sizes), product)
     live = padding.padded_sizes(group_sizes, x.shape[0], 1) > 0
@@ -128,6 +128,11 @@ def _matrices_call(platform, x, dy, group_sizes, existing_out, *, dtype, impleme
     return _call(platform, *lines, group_sizes, existing_out, **static)
 
 
+def _of_arrays(implementation: str | None) -> str | None:
+    """That of products of arrays, which have no kernel of some names."""
+    return None if implementation in ("sm100", "sm89") else implementation
+
+
 def _in_lines(x, dy, group_sizes):
     positions, source = padding.padding(group_sizes, x.shape[0], blocks.GROUPED)
 
@@ -142,7 +147,7 @@ def _in_lines(x, dy, group_sizes):
 
 def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
     """In terms of another product."""
-    implementation = None if implementation in ("sm100", "sm89") else implementation
+    implementation = _of_arrays(implementation)
     padded = padding.padded_sizes(group_sizes, x.positions.shape[0], blocks.GROUPED)
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
