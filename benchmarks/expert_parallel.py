@@ -4,11 +4,13 @@ python -m benchmarks.expert_parallel [--devices 1 2 4] [--tokens 8192 32768] [--
 python -m benchmarks.expert_parallel --parts collectives decode
 python -m benchmarks.expert_parallel --records A.json B.json
 
-``layer``: ``moe_mlp`` with Qwen3-30B-A3B's experts in bfloat16, forward, and forward with all
-gradients, of which the result is returned, too. ``--tokens`` are those of each device. Routing is
-"even", random experts of each token, all different, with room for the worst case; or "hot", where
-half of all pairs are of one expert, with ``max_rows`` of the fullest device. There is no router.
-``collectives``: XLA's dense ones. The rate is that of bytes that arrive at a device from others.
+``layer``: ``moe_mlp`` with Qwen3-30B-A3B's experts, forward, and forward with all gradients, of
+which the result is returned, too. ``--precisions`` has bfloat16 and fp8, where tokens travel as
+codes. ``--tokens`` are those of each device. Routing is "even", random experts of each token, all
+different, with room for the worst case; or "hot", where half of all pairs are of one expert, with
+``max_rows`` of the fullest device. There is no router.
+``collectives``: XLA's. "ragged_all_to_all" has even shares, as "all_to_all" has. The rate is that
+of bytes that arrive at a device from others.
 ``decode``: few tokens of all devices together, ten layers in one program, each with weights of its
 own in nvfp4, prepacked and sharded by expert. Times are those of one layer. "all-reduce" has all
 tokens on every device, and adds up what their experts give.
@@ -22,6 +24,7 @@ of one device, and gradients of up and down between the transports.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -40,7 +43,9 @@ from . import moe, timing
 from .expert_parallel_cases import (
     COLLECTIVES,
     EACH,
+    PRECISIONS,
     QWEN,
+    RAGGED,
     TINY,
     TRANSPORTS,
     P,
@@ -112,7 +117,8 @@ def described(r: dict) -> str:
 def label(r: dict) -> str:
     """What a case of the part is."""
     if r["part"] == "layer":
-        return f"{r['tokens']} a device, {r['routing']}, {r['direction']}"
+        fp8 = ", fp8" if r.get("precision") == "fp8" else ""
+        return f"{r['tokens']} a device, {r['routing']}, {r['direction']}{fp8}"
     return f"{r['mib']} MiB" if r["part"] == "collectives" else f"T={r['tokens']} of all"
 
 
@@ -135,7 +141,7 @@ def measure_layer(shape: Shape, args) -> list[dict]:
     """Of each direction and arm, of as many tokens a device as ``shape`` has."""
     records = []
     every = {n: made(n, functools.partial(weights, shape)) for n in args.devices}
-    for routing in ROUTINGS:
+    for routing in args.routings:
         rows: dict[int, int | None] = {}
         given = {}
         for n in args.devices:
@@ -143,12 +149,13 @@ def measure_layer(shape: Shape, args) -> list[dict]:
             x, index, weight, dy = made(n, of_tokens)
             given[n] = (x, *every[n], index, weight, dy)
             rows[n] = fullest(index, shape.experts, n) if routing == "hot" else None
-        for direction, back in DIRECTIONS.items():
+        for precision, (direction, back) in itertools.product(args.precisions, DIRECTIONS.items()):
             ways: list[tuple[int, Transport | None]] = [
                 (n, way) for n in args.devices for way in (TRANSPORTS if n > 1 else (None,))
             ]
             programs = {
-                name_of(n, way): (layer_call(n, way, back, rows[n]), given[n]) for n, way in ways
+                name_of(n, way): (layer_call(n, way, back, rows[n], precision), given[n])
+                for n, way in ways
             }
             arms = compiled(programs, args.calls)
             parts = {name: jax.tree.map(first, arm.result()) for name, arm in arms.items()}
@@ -162,7 +169,8 @@ def measure_layer(shape: Shape, args) -> list[dict]:
                 records.append(kept({
                     "part": "layer", "shape": dataclasses.asdict(shape), "devices": n,
                     "transport": way, "arm": name, "tokens": shape.tokens, "routing": routing,
-                    "direction": direction, "max_rows": rows[n], "ms": times[name],
+                    "precision": precision, "direction": direction, "max_rows": rows[n],
+                    "ms": times[name],
                     "tokens_per_s": 1e3 * n * shape.tokens / times[name]["median"],
                     "temporaries_gib": arms[name].temporaries, "errors": found,
                     "right": right(found),
@@ -183,7 +191,7 @@ def measure_collectives(mib: int, args) -> list[dict]:
         )
         programs = {
             name_of(n, name): (collective_call(n, name), (part if name == "all_gather" else whole,))
-            for name in COLLECTIVES
+            for name in (*COLLECTIVES, *([] if args.tiny else [RAGGED]))
         }
         arms = compiled(programs, args.calls)
         arriving = 2 * width * size * (n - 1) / n
@@ -276,6 +284,8 @@ def arguments(argv=None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    add("--precisions", nargs="+", default=["bfloat16"], choices=PRECISIONS, help="of layers")
+    add("--routings", nargs="+", default=list(ROUTINGS), choices=ROUTINGS, help="of layers")
     add("--devices", nargs="+", type=int, help="beside one; 2 and 4 where there are so many")
     add("--tokens", nargs="+", type=int, help="of each device")
     add("--decode-tokens", nargs="+", type=int, help="of all devices")

@@ -28,6 +28,8 @@ QWEN = dataclasses.replace(moe_cases.SHAPES[0], name="Qwen3-30B-A3B")
 TINY = Shape("tiny", 16, 64, 64, 8, 2)
 TRANSPORTS: tuple[Transport, ...] = ("gather", "all_to_all")
 COLLECTIVES = ("all_gather", "psum_scatter", "all_to_all")
+RAGGED = "ragged_all_to_all"  # not on CPUs
+PRECISIONS = ("bfloat16", "fp8")
 HOT = 0  # an expert of the first device
 
 
@@ -140,10 +142,15 @@ def name_of(devices: int, way: str | None) -> str:
     return f"{devices} {way}" if devices > 1 else "1"
 
 
-def layer_call(devices: int, transport: Transport | None, back: bool, max_rows: int | None):
+def layer_call(
+    devices: int, transport: Transport | None, back: bool, max_rows: int | None, precision: str
+):
     """A function of x, up, down, experts, weights and dy: the result, and with ``back`` all
-    gradients."""
-    layer = functools.partial(jgg.moe_mlp, max_rows=max_rows)
+    gradients. In "fp8" tokens travel as codes, too."""
+    recipe = None
+    if precision == "fp8":
+        recipe = jgg.FP8Recipe(dispatch="fp8" if devices > 1 else "bfloat16")
+    layer = functools.partial(jgg.moe_mlp, max_rows=max_rows, recipe=recipe)
     if devices > 1:
         layer = jax.shard_map(
             functools.partial(layer, axis_name=AXIS, transport=transport), mesh=mesh_of(devices),
@@ -167,8 +174,20 @@ def collective_call(devices: int, name: str):
         "all_gather": lambda a: lax.all_gather(a, AXIS, tiled=True),
         "psum_scatter": lambda a: lax.psum_scatter(a, AXIS, tiled=True),
         "all_to_all": lambda a: lax.all_to_all(a, AXIS, 0, 0, tiled=True),
+        RAGGED: _even_shares,
     }
-    return jax.shard_map(calls[name], mesh=mesh_of(devices), in_specs=EACH, out_specs=EACH)
+    return jax.shard_map(
+        calls[name], mesh=mesh_of(devices), in_specs=EACH, out_specs=EACH, check_vma=False
+    )
+
+
+def _even_shares(a):
+    """``all_to_all`` by ``ragged_all_to_all``."""
+    devices = lax.axis_size(AXIS)
+    share = jnp.full(devices, a.shape[0] // devices, jnp.int32)
+    starts = jnp.arange(devices, dtype=jnp.int32) * share
+    there = lax.axis_index(AXIS).astype(jnp.int32) * share
+    return lax.ragged_all_to_all(a, jnp.zeros_like(a), starts, share, there, share, axis_name=AXIS)
 
 
 def decode_call(shape: Shape, devices: int, way: str | None):

@@ -1,5 +1,6 @@
 """benchmarks.expert_parallel on CPU devices: its arms agree, and records and tables are made."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -24,8 +25,7 @@ def args(monkeypatch):
     needs(2)
     monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(expert_parallel, "DIRECTIONS", {BACK: True})
-    monkeypatch.setattr(expert_parallel, "ROUTINGS", ("hot",))
-    args = expert_parallel.arguments(["--tiny"])
+    args = expert_parallel.arguments(["--tiny", "--routings", "hot"])
     args.devices = [1, 2]
     return args
 
@@ -51,8 +51,9 @@ def test_what_is_wrong_is_said(args, monkeypatch, capsys):
     """A transport with too little room has NaN. The other one adds to a gradient."""
     real = cases.layer_call
 
-    def broken(devices, transport, back, max_rows):
-        f = real(devices, transport, back, 1 if transport == "all_to_all" else max_rows)
+    def broken(devices, transport, back, max_rows, precision):
+        rows = 1 if transport == "all_to_all" else max_rows
+        f = real(devices, transport, back, rows, precision)
         more = {"gather": 1}.get(transport, 0)
         return lambda *args: (out := f(*args)) | {"x": out["x"] + more}
 
@@ -63,6 +64,14 @@ def test_what_is_wrong_is_said(args, monkeypatch, capsys):
     assert all(np.isnan(e) for e in records[2]["errors"].values())
     assert capsys.readouterr().out.count("WRONG") == 2
     assert expert_parallel.text(records).count("wrong") == 2
+
+
+def test_layers_in_fp8(args):
+    args.precisions = ["fp8"]
+    shape = dataclasses.replace(cases.TINY, width=128, hidden=128)
+    records = expert_parallel.measure_layer(shape, args)
+    assert [r["right"] for r in records] == [True] * 3
+    assert expert_parallel.label(records[0]).endswith(", fp8")
 
 
 @pytest.mark.slow
