@@ -153,7 +153,8 @@ def test_second_derivatives_and_forward_mode(rng, options):
 
 def expected_by_jax(x, q, adapter, options):
     w = jgg.dequantize(dataclasses.replace(q, global_scale=None), "float32").swapaxes(1, 2)
-    full = w * q.global_scale[:, None, None] + adapter[0] @ adapter[1]
+    lora = jnp.matmul(*adapter, precision="highest")
+    full = w * q.global_scale[:, None, None] + lora
     return jgg.grouped_mm(x, full, SIZES, **options)
 
 

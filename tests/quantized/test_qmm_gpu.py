@@ -85,6 +85,15 @@ EVERY_FORMAT = pytest.mark.parametrize(
 )
 
 
+def of_whole_values(rng, shape, mode, bits, group_size):
+    """A random weight whose values bfloat16 holds: fp8 scales are powers of two."""
+    weight = oracle.random_quantized(rng, shape, mode, bits, group_size, "bfloat16")
+    if mode != "fp8":
+        return weight
+    powers = np.ldexp(np.float32(1), np.frexp(np.asarray(weight.scales))[1])
+    return dataclasses.replace(weight, scales=jnp.asarray(powers))
+
+
 @needs_hopper
 @EVERY_FORMAT
 @pytest.mark.parametrize(
@@ -101,7 +110,7 @@ def test_rows_of_a_tile(rng, mode, bits, group_size, sizes):
     there are nine slices, or eighteen, so that lines are whole 16 bytes."""
     sizes = np.array(sizes)
     n, k = 384, 9 * (128 if bits in (3, 5) or mode == "fp8" else 64)
-    q = oracle.random_quantized(rng, (len(sizes), n, k), mode, bits, group_size, "bfloat16")
+    q = of_whole_values(rng, (len(sizes), n, k), mode, bits, group_size)
     x = oracle.random(rng, (sizes.sum(), k), "bfloat16")
 
     def products(x, *weights):
@@ -127,10 +136,7 @@ def test_few_rows_in_all(rng, mode, bits, group_size, slices):
     than eight or than there are, and rows of none; and of one group, whose size nothing waits
     for."""
     n, k, groups = 384, (128 if mode == "fp8" else 64) * slices, 5
-    weights = oracle.random_quantized(rng, (groups, n, k), mode, bits, group_size, "bfloat16")
-    if mode == "fp8":  # values that nothing rounds
-        powers = np.ldexp(np.float32(1), np.frexp(np.asarray(weights.scales))[1])
-        weights = dataclasses.replace(weights, scales=jnp.asarray(powers))
+    weights = of_whole_values(rng, (groups, n, k), mode, bits, group_size)
     cases = {
         "some": (9, (0, 3, 0, 1, 2)), "many": (16, (2, 11, 0, 9, 1)), "last": (16, (0, 0, 0, 0, 1)),
         "none": (5, (0, 0, 0, 0, 0)), "one": (8, (8,)), "alone": (1, (1,)), "too many": (3, (70,)),
