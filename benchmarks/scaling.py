@@ -29,6 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 H100S = RESULTS / "h100/moe/expert_parallel.json"
 STEPS = RESULTS / "h200/training/devices.json"
 DECODE = RESULTS / "h200/moe/expert_parallel.json"
+TWO = RESULTS / "h200/moe/expert_parallel_two.json"
 COMMAND = "python -m benchmarks.scaling"
 BOUND = 0.15
 QWEN, DEEPSEEK = MODELS[1], MODELS[2]
@@ -287,6 +288,7 @@ def measured_tables() -> dict[str, str]:
     layers = [r for r in rows([H100S]) if r["part"] == "layer" and r["tokens"] == TOKENS]
     return {
         "measured": measured_table(),
+        "two H200s": expert_parallel.text(expert_parallel.load([TWO])),
         "H100": expert_parallel.text(layers),
         "decode": expert_parallel.text(expert_parallel.load([DECODE])),
         "steps": train_devices.text_of(json.loads(STEPS.read_text()), predictions=False),
