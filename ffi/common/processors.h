@@ -3,8 +3,8 @@
 
 namespace jgg {
 
-// Multiprocessors of an H200. Rules compare numbers of tiles with it, and ask no device: which
-// kernel runs depends on static shapes alone.
+// Multiprocessors of an H200. Rules that choose a kernel or its plan compare numbers of tiles with
+// it: they depend on static shapes alone. Launches ask the device.
 constexpr int kH200Processors = 132;
 
 // Bytes of shared memory that a block may have on every GPU since compute capability 8.0. Kernels

@@ -2,7 +2,7 @@
 // has a row, a lane 8 neighbouring columns at a time: it reads 32 or 48 bytes and writes as many.
 #include <algorithm>
 
-#include "common/processors.h"
+#include "common/arch.h"
 #include "grouped_mm/activation_backward.h"
 #include "grouped_mm/device/activation.cuh"
 
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
 template <typename T, Activation kActivation>
 static void Launch(cudaStream_t stream, const ActivationBackwardArgs& args) {
   constexpr int kRows = device::kBackwardThreads / 32;
-  const auto blocks = static_cast<unsigned>(
-      std::min<int64_t>((args.rows + kRows - 1) / kRows, 64 * kH200Processors));
+  const auto blocks =
+      static_cast<unsigned>(std::min<int64_t>((args.rows + kRows - 1) / kRows, 64 * Processors()));
   device::ActivationBackwardKernel<T, kActivation>
       <<<blocks, device::kBackwardThreads, 0, stream>>>(args);
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/arch.h"
 #include "common/blocks_that_fit.h"
 #include "common/processors.h"
 #include "common/sample.h"
@@ -113,7 +114,8 @@ struct ConfigsSm80 {
   using Small = Config<SmallTraits>;
   using Medium = Config<MediumTraits>;
   using Large = Config<LargeTraits>;
-  static constexpr int64_t kSmallBelow = kTf32 ? 4 * kH200Processors : 128;  // tiles of 64 x 64
+  // Tiles of 64 x 64.
+  static int64_t SmallBelow() { return kTf32 ? 4 * Processors() : 128; }
 };
 
 template <bool kA, bool kB>
@@ -142,7 +144,7 @@ struct ConfigsSm80<float, kA, kB> {
   using Small = Config<SmallTraits>;
   using Medium = Config<MediumTraits>;
   using Large = Config<LargeTraits>;
-  static constexpr int64_t kSmallBelow = 4 * kH200Processors;
+  static int64_t SmallBelow() { return 4 * Processors(); }
 };
 
 // How many tiles of m x n a result has if its segments are equally long.
@@ -215,7 +217,7 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   if (rows <= kLow) return LaunchConfig<typename Configs::Low>(stream, gemm);
   // Small tiles of tf32 are all that does not fit on every GPU.
   const bool fits = kBytesSm80<typename Configs::Small> <= SharedMemory();
-  if (fits && Tiles(gemm, 64, 64) < Configs::kSmallBelow) {
+  if (fits && Tiles(gemm, 64, 64) < Configs::SmallBelow()) {
     return LaunchConfig<typename Configs::Small>(stream, gemm);
   }
   if constexpr (kHasPipelined<Element, kAKMajor, kBKMajor>) {

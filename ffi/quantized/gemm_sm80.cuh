@@ -1,7 +1,7 @@
 // Host side of the quantized sm80 kernel: tile shapes, choice between them, launch.
 #pragma once
 
-#include "common/processors.h"
+#include "common/arch.h"
 #include "grouped_mm/gemm_sm80.cuh"
 #include "quantized/device/gemm_sm80.cuh"
 #include "quantized/gemm_sm80.h"
@@ -180,7 +180,7 @@ cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm)
 template <typename Element, bool kBKMajor>
 cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
   using Configs = QuantizedConfigsSm80<Element, kBKMajor>;
-  constexpr int64_t kMediumBelow = 4 * kH200Processors;  // tiles of 128 x 128
+  const int64_t medium_below = 4 * Processors();  // tiles of 128 x 128
   const int64_t rows = AverageRows(gemm);
   const bool aligned = gemm.gemm.a_width * sizeof(Element) == 16;
   if (HasLowTiles(gemm)) {
@@ -194,7 +194,7 @@ cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const Quantized
     }
     return LaunchQuantizedConfig<typename Configs::Low>(stream, gemm);
   }
-  if (rows <= 64 || Tiles(gemm.gemm, 128, 128) < kMediumBelow || !aligned) {
+  if (rows <= 64 || Tiles(gemm.gemm, 128, 128) < medium_below || !aligned) {
     return LaunchQuantizedConfig<typename Configs::Medium>(stream, gemm);
   }
   return LaunchQuantizedConfig<typename Configs::Large>(stream, gemm);
