@@ -209,7 +209,7 @@ template <typename Element, bool kAKMajor, bool kBKMajor>
 cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   using Configs = ConfigsSm80<Element, kAKMajor, kBKMajor>;
   constexpr int64_t kLow = Configs::Low::kM, kMedium = Configs::Medium::kM;
-  constexpr int64_t kMediumBelow = 4 * kH200Processors;  // tiles of 128 x 128
+  const int64_t medium_below = 4 * Processors();  // tiles of 128 x 128
   static_assert(kBytesSm80<typename Configs::Low> <= kLeastSharedMemory);
   static_assert(kBytesSm80<typename Configs::Medium> <= kLeastSharedMemory);
   static_assert(kBytesSm80<typename Configs::Large> <= kLeastSharedMemory);
@@ -237,7 +237,7 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
       }
     }
   }
-  if (rows <= kMedium || Tiles(gemm, 128, 128) < kMediumBelow) {
+  if (rows <= kMedium || Tiles(gemm, 128, 128) < medium_below) {
     return LaunchConfig<typename Configs::Medium>(stream, gemm);
   }
   return LaunchConfig<typename Configs::Large>(stream, gemm);
