@@ -103,8 +103,8 @@ def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, 
     """
     *batch_w, n = batch_n
     m = a.shape[-2]
-    lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
-    rhs = _indices(op, "rhs_indices", rhs_indices, tuple(batch_w))
+    lhs = indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
+    rhs = indices(op, "rhs_indices", rhs_indices, tuple(batch_w))
     try:
         batch = jnp.broadcast_shapes(lhs.shape, rhs.shape)
     except ValueError as error:
@@ -191,7 +191,7 @@ def _by_matrix(x, w, lhs, rhs, product: Mm, of: fused.Fused, *, ordered: bool):
     return of(x, w, metadata, product, lists=lists, fused=of.takes_lists(x, w, product))
 
 
-def _indices(op: str, name: str, indices, batch) -> jax.Array:
+def indices(op: str, name: str, indices, batch) -> jax.Array:
     count = math.prod(batch)
     if indices is None:
         return lax.iota(jnp.int32, count).reshape(batch)

@@ -1,0 +1,320 @@
+// Products of low rank, one for each row: ../lora.h. What bounds them is memory, so factors go from
+// there to registers, and each warp has some steps of them under way.
+//
+// A block has `span` rows, which are in the order of their pairs. It multiplies *runs*: rows of one
+// pair, up to 16, that do not cross a multiple of 16. The block in which a run begins has all of
+// it. Nothing is planned: whether a run begins at a row follows from the row before it, so the time
+// does not depend on how many pairs there are.
+//
+// Rows are the M side of `mma.sync`, and lines of a factor its N side. Which k an element of the
+// instruction is does not matter, as long as both operands agree. Nor does it matter which line of
+// b, as long as the result agrees. Lane 4 * g + q has rows g and g + 8 of a run, and
+//   in a step of x and a (32 k) the eight k from 8 * q, of lines 8 * i + g of a;
+//   in a step of b (32 lines) rank / 4 columns from q * rank / 4, of lines
+//   8 * (g / 2) + 2 * j + g % 2. So its results are the eight from 8 * q, 16 bytes.
+// Warps share out k, meet to add up h, and share out the lines of b. They ask for their first lines
+// of b before they meet.
+#pragma once
+
+#include <cstdint>
+
+#include "grouped_mm/lora.h"
+#include "quantized/device/instructions.cuh"
+#include "quantized/device/warp_sm90.cuh"
+
+namespace jgg::device {
+
+constexpr int kLoraWarps = 8, kLoraThreads = 32 * kLoraWarps;
+constexpr int kLoraRows = 16, kLoraStep = 32;
+constexpr int kLoraMostSpan = 16;
+
+// Words of 4 bytes, of which up to 4 are read at a time; zeros where they are not `there`.
+template <int kWords>
+__device__ void LoadWords(const char* from, bool there, uint32_t (&to)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) to[i] = 0;
+  if (!there) return;
+  if constexpr (kWords == 1) {
+    to[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+  } else if constexpr (kWords == 2) {
+    const uint2 line = __ldg(reinterpret_cast<const uint2*>(from));
+    to[0] = line.x, to[1] = line.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 line = __ldg(reinterpret_cast<const uint4*>(from + 4 * i));
+      to[i] = line.x, to[i + 1] = line.y, to[i + 2] = line.z, to[i + 3] = line.w;
+    }
+  }
+}
+
+// A run of rows, as a lane has it: its two rows, or -1.
+struct LoraRun {
+  int pair, count;
+  int64_t rows[2];
+};
+
+// 16 bytes of the result, which may be written later.
+__device__ inline void LoadExisting(const char* from, bool there, uint32_t (&to)[4]) {
+  const uint4 line = there ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+  to[0] = line.x, to[1] = line.y, to[2] = line.z, to[3] = line.w;
+}
+
+// Steps of which a warp has the operands.
+template <int kRank>
+constexpr int kLoraAhead = kRank <= 16 ? 3 : kRank == 32 ? 2 : 1;
+template <int kRank>
+constexpr int kLoraAheadOut = kRank == 8 ? 3 : kRank == 16 ? 2 : 1;
+
+// x @ a^T of a run: the sums over the k of this warp.
+template <DType kX, int kRank>
+struct LoraDown {
+  static constexpr int kTiles = kRank / 8, kAhead = kLoraAhead<kRank>;
+  struct Words {
+    uint32_t a[kTiles][4], x[2][4];
+  };
+
+  const char* a;
+  const char* x[2];
+  bool there[2];
+  int k, k_of_lane, steps, warp;
+  Words words[kAhead];
+  float sums[kTiles][4] = {};
+
+  __device__ LoraDown(const Lora& lora, const LoraRun& run, int warp, int lane)
+      : k(lora.k), k_of_lane(lane % 4 * 8), steps((lora.k + kLoraStep - 1) / kLoraStep),
+        warp(warp) {
+    a = lora.a + ((static_cast<int64_t>(run.pair) * kRank + lane / 4) * k + k_of_lane) * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      there[i] = run.rows[i] >= 0;
+      x[i] = lora.x + (there[i] ? (run.rows[i] * k + k_of_lane) * 2 : 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
+  }
+
+  // Zeros behind the last k: NaN there must meet no other number.
+  __device__ void Load(int i, int step) {
+    const int from_k = step * kLoraStep;
+    const bool inside = from_k + k_of_lane < k;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      LoadWords(a + (int64_t{8} * tile * k + from_k) * 2, inside, words[i].a[tile]);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      LoadWords(x[row] + from_k * int64_t{2}, inside && there[row], words[i].x[row]);
+    }
+  }
+
+  __device__ void Multiply(int i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t rows[4] = {words[i].x[0][2 * half], words[i].x[1][2 * half],
+                                words[i].x[0][2 * half + 1], words[i].x[1][2 * half + 1]};
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        MultiplyWarp<kX>(rows, words[i].a[tile][2 * half], words[i].a[tile][2 * half + 1],
+                         sums[tile]);
+      }
+    }
+  }
+
+  __device__ void Run() {
+#pragma unroll 1
+    for (int first = warp; first < steps; first += kLoraWarps * kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int step = first + i * kLoraWarps;
+        if (step >= steps) break;
+        Multiply(i);
+        const int next = step + kLoraWarps * kAhead;
+        if (next < steps) Load(i, next);
+      }
+    }
+  }
+};
+
+// existing + h @ b^T of a run: lines of b that this warp has.
+template <DType kX, int kRank>
+struct LoraUp {
+  static constexpr int kWords = kRank / 8, kAhead = kLoraAheadOut<kRank>;
+  struct Words {
+    uint32_t b[4][kWords], existing[2][4];
+  };
+
+  const char* b;
+  const char* existing;
+  char* out;
+  int64_t row[2];
+  int n, first_line, first_column, steps, warp;
+  Words words[kAhead];
+
+  __device__ LoraUp(const Lora& lora, const LoraRun& run, int warp, int lane)
+      : existing(lora.existing), out(lora.out), row{run.rows[0], run.rows[1]}, n(lora.n),
+        first_line(lane / 8 * 8 + lane / 4 % 2), first_column(lane % 4 * 8),
+        steps((lora.n + kLoraStep - 1) / kLoraStep), warp(warp) {
+    b = lora.b + ((static_cast<int64_t>(run.pair) * n + first_line) * kRank + lane % 4 * kRank / 4) * 2;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
+  }
+
+  __device__ int64_t Place(int i, int step) const {
+    return (row[i] * n + step * kLoraStep + first_column) * 2;
+  }
+
+  __device__ void Load(int i, int step) {
+    const int line = step * kLoraStep;
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+      LoadWords(b + (line + 2 * tile) * int64_t{kRank * 2}, line + first_line < n,
+                words[i].b[tile]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool there = existing != nullptr && row[r] >= 0 && line + first_column < n;
+      LoadExisting(existing + (there ? Place(r, step) : 0), there, words[i].existing[r]);
+    }
+  }
+
+  // h: the lane's columns of its two rows.
+  __device__ void Store(int i, int step, const uint32_t (&h)[2][kWords]) {
+    float sums[4][4];
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sums[tile][2 * r] = Half<kX>(words[i].existing[r][tile], 0);
+        sums[tile][2 * r + 1] = Half<kX>(words[i].existing[r][tile], 1);
+      }
+      if constexpr (kWords == 1) {
+        const uint32_t rows[4] = {h[0][0], h[1][0], 0, 0};
+        MultiplyWarp<kX>(rows, words[i].b[tile][0], 0, sums[tile]);
+      } else {
+#pragma unroll
+        for (int w = 0; w < kWords; w += 2) {
+          const uint32_t rows[4] = {h[0][w], h[1][w], h[0][w + 1], h[1][w + 1]};
+          MultiplyWarp<kX>(rows, words[i].b[tile][w], words[i].b[tile][w + 1], sums[tile]);
+        }
+      }
+    }
+    if (step * kLoraStep + first_column >= n) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row[r] < 0) continue;
+      *reinterpret_cast<uint4*>(out + Place(r, step)) =
+          make_uint4(Round2<kX>(sums[0][2 * r], sums[0][2 * r + 1]),
+                     Round2<kX>(sums[1][2 * r], sums[1][2 * r + 1]),
+                     Round2<kX>(sums[2][2 * r], sums[2][2 * r + 1]),
+                     Round2<kX>(sums[3][2 * r], sums[3][2 * r + 1]));
+    }
+  }
+
+  __device__ void Run(const uint32_t (&h)[2][kWords]) {
+#pragma unroll 1
+    for (int first = warp; first < steps; first += kLoraWarps * kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int step = first + i * kLoraWarps;
+        if (step >= steps) break;
+        Store(i, step, h);
+        const int next = step + kLoraWarps * kAhead;
+        if (next < steps) Load(i, next);
+      }
+    }
+  }
+};
+
+// Rows of no pair: zeros, or what is there.
+__device__ inline void StoreNothing(const Lora& lora, const int64_t* rows, int count) {
+  if (lora.existing == lora.out) return;
+  for (int row = 0; row < count; ++row) {
+    for (int i = threadIdx.x; i < lora.n / 8; i += kLoraThreads) {
+      const int64_t at = (rows[row] * lora.n + int64_t{8} * i) * 2;
+      uint32_t words[4];
+      LoadExisting(lora.existing + at, lora.existing != nullptr, words);
+      *reinterpret_cast<uint4*>(lora.out + at) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+template <DType kX, int kRank>
+__global__ void __launch_bounds__(kLoraThreads, 2)
+    LoraSm80Kernel(const __grid_constant__ Lora lora) {
+  constexpr int kWords = kRank / 8, kHalves = kRank + 8;  // of a row of h
+  __shared__ int pairs[kLoraMostSpan + kLoraRows + 1];
+  __shared__ int64_t rows[kLoraMostSpan + kLoraRows];
+  __shared__ float partial[kLoraWarps][kLoraRows][kRank];
+  __shared__ uint32_t h[kLoraRows][kHalves / 2];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4;
+  const int first = static_cast<int>(blockIdx.x) * lora.span;
+  const int last = min(first + lora.span, lora.rows);
+  // From the row before the first to the last that may be of the last run.
+  if (thread < kLoraMostSpan + kLoraRows + 1) {
+    const int row = first - 1 + thread;
+    int pair = -2;
+    if (row >= 0 && row < lora.rows) {
+      pair = lora.pair_of[row];
+      if (pair < 0 || pair >= lora.pairs) pair = -1;
+      if (thread > 0) rows[thread - 1] = lora.row_of == nullptr ? row : lora.row_of[row];
+    }
+    pairs[thread] = pair;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int row = first; row < last; ++row) {
+    const int* const own = pairs + (row - first) + 1;
+    if (row % kLoraRows != 0 && own[-1] == own[0]) continue;
+    LoraRun run{own[0], 1, {-1, -1}};
+    const int most = kLoraRows - row % kLoraRows;
+    while (run.count < most && own[run.count] == run.pair) ++run.count;
+    const int64_t* const of_run = rows + (row - first);
+    if (run.pair < 0) {
+      StoreNothing(lora, of_run, run.count);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (g + 8 * i < run.count) run.rows[i] = of_run[g + 8 * i];
+    }
+    LoraDown<kX, kRank> down(lora, run, warp, lane);
+    down.Run();
+    LoraUp<kX, kRank> up(lora, run, warp, lane);
+#pragma unroll
+    for (int tile = 0; tile < kRank / 8; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * i >= run.count) break;
+        float* const to = &partial[warp][g + 8 * i][8 * tile + lane % 4 * 2];
+        to[0] = down.sums[tile][2 * i];
+        to[1] = down.sums[tile][2 * i + 1];
+      }
+    }
+    __syncthreads();
+    for (int i = thread; i < run.count * kRank / 2; i += kLoraThreads) {
+      const int of = i / (kRank / 2), column = i % (kRank / 2) * 2;
+      float low = 0.0f, high = 0.0f;
+      const float scale =
+          lora.row_scale == nullptr ? lora.scale : lora.scale * lora.row_scale[of_run[of]];
+#pragma unroll
+      for (int w = 0; w < kLoraWarps; ++w) {
+        low += partial[w][of][column];
+        high += partial[w][of][column + 1];
+      }
+      h[of][column / 2] = Round2<kX>(scale * low, scale * high);
+    }
+    __syncthreads();
+    uint32_t of_lane[2][kWords];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        of_lane[i][w] = run.rows[i] < 0 ? 0 : h[g + 8 * i][lane % 4 * kWords + w];
+      }
+    }
+    up.Run(of_lane);
+  }
+}
+
+}  // namespace jgg::device
