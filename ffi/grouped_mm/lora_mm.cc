@@ -2,11 +2,12 @@
 #include <string>
 
 #include "common/arch.h"
+#include "common/attributes.h"
 #include "common/buffer.h"
 #include "common/check.h"
 #include "common/cuda_error.h"
-#include "grouped_mm/attributes.h"
 #include "grouped_mm/lora_sm80.h"
+#include "grouped_mm/metadata_bind.h"
 #include "grouped_mm/rules.h"
 #include "handlers.h"
 

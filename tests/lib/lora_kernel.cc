@@ -37,7 +37,7 @@ struct Problem {
 
 extern "C" void lora_kernel(const Problem* problem) {
   const Problem& p = *problem;
-  const Lora lora{p.x,    p.a,   p.b, p.pair_of, p.row_of, p.row_scale, p.existing, p.out,
+  const Lora lora{p.x,    p.a, p.b, p.pair_of, p.row_of, p.row_scale, p.existing, p.out,
                   p.rows, p.k, p.n, p.rank,    p.pairs,  p.span,      p.scale};
   const auto pairs = static_cast<size_t>(p.pairs);
   readable.assign({{p.x, size_t(2) * p.rows_x * p.k},

@@ -48,8 +48,8 @@ def calls():
             "precision": None, **NAMED,
         },
         "lora_mm": {
-            "x": X, "a": jnp.ones((3, 2, 4, 64)), "b": jnp.ones((3, 2, 8, 4)), "adapter": INDEX[:, 0],
-            "expert": INDEX[:, 1], "scale": 0.5, "row_scale": jnp.ones(16),
+            "x": X, "a": jnp.ones((3, 2, 4, 64)), "b": jnp.ones((3, 2, 8, 4)),
+            "adapter": INDEX[:, 0], "expert": INDEX[:, 1], "scale": 0.5, "row_scale": jnp.ones(16),
             "existing_out": jnp.ones((16, 8)), "sorted_rows": False, "precision": None,
             "implementation": None,
         },

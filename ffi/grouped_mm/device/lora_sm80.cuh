@@ -62,9 +62,13 @@ __device__ inline void LoadExisting(const char* from, bool there, uint32_t (&to)
 
 // Steps of which a warp has the operands.
 template <int kRank>
-constexpr int kLoraAhead = kRank <= 16 ? 3 : kRank == 32 ? 2 : 1;
+constexpr int kLoraAhead = kRank <= 16   ? 3
+                           : kRank == 32 ? 2
+                                         : 1;
 template <int kRank>
-constexpr int kLoraAheadOut = kRank == 8 ? 3 : kRank == 16 ? 2 : 1;
+constexpr int kLoraAheadOut = kRank == 8    ? 3
+                              : kRank == 16 ? 2
+                                            : 1;
 
 // x @ a^T of a run: the sums over the k of this warp.
 template <DType kX, int kRank>
@@ -82,7 +86,9 @@ struct LoraDown {
   float sums[kTiles][4] = {};
 
   __device__ LoraDown(const Lora& lora, const LoraRun& run, int warp, int lane)
-      : k(lora.k), k_of_lane(lane % 4 * 8), steps((lora.k + kLoraStep - 1) / kLoraStep),
+      : k(lora.k),
+        k_of_lane(lane % 4 * 8),
+        steps((lora.k + kLoraStep - 1) / kLoraStep),
         warp(warp) {
     a = lora.a + ((static_cast<int64_t>(run.pair) * kRank + lane / 4) * k + k_of_lane) * 2;
 #pragma unroll
@@ -152,10 +158,16 @@ struct LoraUp {
   Words words[kAhead];
 
   __device__ LoraUp(const Lora& lora, const LoraRun& run, int warp, int lane)
-      : existing(lora.existing), out(lora.out), row{run.rows[0], run.rows[1]}, n(lora.n),
-        first_line(lane / 8 * 8 + lane / 4 % 2), first_column(lane % 4 * 8),
-        steps((lora.n + kLoraStep - 1) / kLoraStep), warp(warp) {
-    b = lora.b + ((static_cast<int64_t>(run.pair) * n + first_line) * kRank + lane % 4 * kRank / 4) * 2;
+      : existing(lora.existing),
+        out(lora.out),
+        row{run.rows[0], run.rows[1]},
+        n(lora.n),
+        first_line(lane / 8 * 8 + lane / 4 % 2),
+        first_column(lane % 4 * 8),
+        steps((lora.n + kLoraStep - 1) / kLoraStep),
+        warp(warp) {
+    b = lora.b +
+        ((static_cast<int64_t>(run.pair) * n + first_line) * kRank + lane % 4 * kRank / 4) * 2;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
   }
