@@ -12,7 +12,11 @@ namespace {
 template <DType kX, int kRank>
 cudaError_t Launch(cudaStream_t stream, const Lora& lora) {
   const auto blocks = static_cast<unsigned>((lora.rows + lora.span - 1) / lora.span);
-  device::LoraSm80Kernel<kX, kRank><<<blocks, device::kLoraThreads, 0, stream>>>(lora);
+  if (lora.turned) {
+    device::LoraSm80Kernel<kX, kRank, true><<<blocks, device::kLoraThreads, 0, stream>>>(lora);
+  } else {
+    device::LoraSm80Kernel<kX, kRank, false><<<blocks, device::kLoraThreads, 0, stream>>>(lora);
+  }
   return cudaGetLastError();
 }
 

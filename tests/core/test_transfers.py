@@ -29,8 +29,8 @@ NAMES = (
 )  # fmt: skip
 # Before 0.12 JAX's own derivative of a slice and its like brings a zero to the device.
 NOT_BEFORE_0_12 = (
-    "options", "gather_mm", "sorted", "gather_qmm", "quantized_matmul", "nvfp4_grouped_mm",
-    "nvfp4_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts", "fp8_experts",
+    "options", "gather_mm", "sorted", "lora_mm", "gather_qmm", "quantized_matmul",
+    "nvfp4_grouped_mm", "nvfp4_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts", "fp8_experts",
 )  # fmt: skip
 
 
@@ -64,8 +64,8 @@ def cases():
             lambda x, w: jgg.gather_mm(x, w, INDEX, SORTED, sorted_indices=True), X[:, None], W
         ),
         "lora_mm": (
-            lambda x, a, b, s: jgg.lora_mm(x[:4], a, b, INDEX, row_scale=s), X, floats(2, 8, 64),
-            floats(2, 32, 8), floats(4),
+            lambda x, a, b, s: jgg.lora_mm(x, a, b, INDEX, row_scale=s), floats(4, 64),
+            floats(2, 8, 64), floats(2, 32, 8), floats(4),
         ),
         "ragged_dot": (lambda x, w: jgg.ragged_dot(x, w, SIZES), X, W),
         "ragged_dot_general": (

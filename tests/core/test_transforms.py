@@ -44,7 +44,7 @@ def gathered(a, b, index):
 
 
 def low_rank(x, w, index):
-    return jgg.lora_mm(x, w, w[:, :3].swapaxes(1, 2), index, row_scale=x[:, 0])
+    return jgg.lora_mm(x, w, w.swapaxes(1, 2)[:, :3], index, row_scale=x[:, 0])
 
 
 def full_epilogue(x, w, sizes):

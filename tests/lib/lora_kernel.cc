@@ -9,16 +9,16 @@ using namespace jgg;
 
 namespace {
 
-template <DType kX>
+template <DType kX, bool kTurned>
 void Run(const Lora& lora) {
   using namespace device;
   const auto blocks = static_cast<unsigned>((lora.rows + lora.span - 1) / lora.span);
   RunBlocks({blocks, 1}, kLoraThreads, [&] {
     switch (lora.rank) {
-      case 8: return LoraSm80Kernel<kX, 8>(lora);
-      case 16: return LoraSm80Kernel<kX, 16>(lora);
-      case 32: return LoraSm80Kernel<kX, 32>(lora);
-      default: return LoraSm80Kernel<kX, 64>(lora);
+      case 8: return LoraSm80Kernel<kX, 8, kTurned>(lora);
+      case 16: return LoraSm80Kernel<kX, 16, kTurned>(lora);
+      case 32: return LoraSm80Kernel<kX, 32, kTurned>(lora);
+      default: return LoraSm80Kernel<kX, 64, kTurned>(lora);
     }
   });
 }
@@ -30,18 +30,40 @@ struct Problem {
   const int32_t *pair_of, *row_of;
   const float* row_scale;
   const char* existing;
-  char* out;
-  int32_t rows, rows_x, k, n, rank, pairs, span, half;
+  char *out, *h;
+  int32_t rows, k, n, rank, pairs, span, half, turned;
   float scale;
 };
 
 extern "C" void lora_kernel(const Problem* problem) {
   const Problem& p = *problem;
-  const Lora lora{p.x,    p.a, p.b, p.pair_of, p.row_of, p.row_scale, p.existing, p.out,
-                  p.rows, p.k, p.n, p.rank,    p.pairs,  p.span,      p.scale};
+  Lora lora{};
+  lora.x = p.x;
+  lora.a = p.a;
+  lora.b = p.b;
+  lora.pair_of = p.pair_of;
+  lora.row_of = p.row_of;
+  lora.row_scale = p.row_scale;
+  lora.existing = p.existing;
+  lora.out = p.out;
+  lora.h = p.h;
+  lora.rows = p.rows;
+  lora.k = p.k;
+  lora.n = p.n;
+  lora.rank = p.rank;
+  lora.pairs = p.pairs;
+  lora.span = p.span;
+  lora.scale = p.scale;
   const auto pairs = static_cast<size_t>(p.pairs);
-  readable.assign({{p.x, size_t(2) * p.rows_x * p.k},
+  readable.assign({{p.x, size_t(2) * p.rows * p.k},
                    {p.a, pairs * p.rank * p.k * 2},
                    {p.b, pairs * p.n * p.rank * 2}});
-  p.half ? Run<DType::kF16>(lora) : Run<DType::kBF16>(lora);
+  const auto run = [&](auto dtype) {
+    p.turned ? Run<dtype.value, true>(lora) : Run<dtype.value, false>(lora);
+  };
+  if (p.half) {
+    run(std::integral_constant<DType, DType::kF16>{});
+  } else {
+    run(std::integral_constant<DType, DType::kBF16>{});
+  }
 }

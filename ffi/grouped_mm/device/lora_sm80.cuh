@@ -12,11 +12,14 @@
 //   in a step of x and a (32 k) the eight k from 8 * q, of lines 8 * i + g of a;
 //   in a step of b (32 lines) rank / 4 columns from q * rank / 4, of lines
 //   8 * (g / 2) + 2 * j + g % 2. So its results are the eight from 8 * q, 16 bytes.
+// With kTurned factors are stored the other way, as the gradient of x needs them: a as b is
+// otherwise, and b as a. Loads are the same, and `movmatrix` turns 8 x 8 elements.
 // Warps share out k, meet to add up h, and share out the lines of b. They ask for their first lines
 // of b before they meet.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "grouped_mm/lora.h"
 #include "quantized/device/instructions.cuh"
@@ -70,31 +73,69 @@ constexpr int kLoraAheadOut = kRank == 8    ? 3
                               : kRank == 16 ? 2
                                             : 1;
 
-// x @ a^T of a run: the sums over the k of this warp.
-template <DType kX, int kRank>
+// A warp's step of a factor whose lines are of k, or of n: (rank, length).
+template <int kRank>
+struct LoraLong {
+  static constexpr int kTiles = kRank / 8;
+  uint32_t words[kTiles][4];
+
+  __device__ static const char* Begin(const char* factor, int pair, int length, int lane) {
+    const int64_t line = static_cast<int64_t>(pair) * kRank + lane / 4;
+    return factor + (line * length + lane % 4 * 8) * 2;
+  }
+  __device__ void Load(const char* begin, int first, int length, int lane) {
+    const bool there = first + lane % 4 * 8 < length;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      LoadWords(begin + (int64_t{8} * tile * length + first) * 2, there, words[tile]);
+    }
+  }
+};
+
+// ... of a factor whose lines are of rank: (length, rank).
+template <int kRank>
+struct LoraShort {
+  static constexpr int kWords = kRank / 8;
+  uint32_t words[4][kWords];
+
+  __device__ static int FirstLine(int lane) { return lane / 8 * 8 + lane / 4 % 2; }
+  __device__ static const char* Begin(const char* factor, int pair, int length, int lane) {
+    const int64_t line = static_cast<int64_t>(pair) * length + FirstLine(lane);
+    return factor + (line * kRank + lane % 4 * kRank / 4) * 2;
+  }
+  __device__ void Load(const char* begin, int first, int length, int lane) {
+    const bool there = first + FirstLine(lane) < length;
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+      LoadWords(begin + (first + 2 * tile) * int64_t{kRank * 2}, there, words[tile]);
+    }
+  }
+};
+
+// x @ a^T of a run: the sums over the k of this warp. With kTurned a is (k, rank), and no ^T.
+template <DType kX, int kRank, bool kTurned>
 struct LoraDown {
   static constexpr int kTiles = kRank / 8, kAhead = kLoraAhead<kRank>;
-  struct Words {
-    uint32_t a[kTiles][4], x[2][4];
-  };
+  using Factor = std::conditional_t<kTurned, LoraShort<kRank>, LoraLong<kRank>>;
 
   const char* a;
   const char* x[2];
   bool there[2];
-  int k, k_of_lane, steps, warp;
-  Words words[kAhead];
+  int k, steps, warp, lane;
+  Factor of_a[kAhead];
+  uint32_t of_x[kAhead][2][4];
   float sums[kTiles][4] = {};
 
   __device__ LoraDown(const Lora& lora, const LoraRun& run, int warp, int lane)
-      : k(lora.k),
-        k_of_lane(lane % 4 * 8),
+      : a(Factor::Begin(lora.a, run.pair, lora.k, lane)),
+        k(lora.k),
         steps((lora.k + kLoraStep - 1) / kLoraStep),
-        warp(warp) {
-    a = lora.a + ((static_cast<int64_t>(run.pair) * kRank + lane / 4) * k + k_of_lane) * 2;
+        warp(warp),
+        lane(lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       there[i] = run.rows[i] >= 0;
-      x[i] = lora.x + (there[i] ? (run.rows[i] * k + k_of_lane) * 2 : 0);
+      x[i] = lora.x + (there[i] ? (run.rows[i] * k + lane % 4 * 8) * 2 : 0);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
@@ -102,29 +143,35 @@ struct LoraDown {
 
   // Zeros behind the last k: NaN there must meet no other number.
   __device__ void Load(int i, int step) {
-    const int from_k = step * kLoraStep;
-    const bool inside = from_k + k_of_lane < k;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      LoadWords(a + (int64_t{8} * tile * k + from_k) * 2, inside, words[i].a[tile]);
-    }
+    const int first = step * kLoraStep;
+    of_a[i].Load(a, first, k, lane);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      LoadWords(x[row] + from_k * int64_t{2}, inside && there[row], words[i].x[row]);
+      LoadWords(x[row] + first * int64_t{2}, first + lane % 4 * 8 < k && there[row], of_x[i][row]);
     }
   }
 
   __device__ void Multiply(int i) {
+    const auto& x = of_x[i];
+    const auto& words = of_a[i].words;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t rows[4] = {words[i].x[0][2 * half], words[i].x[1][2 * half],
-                                words[i].x[0][2 * half + 1], words[i].x[1][2 * half + 1]};
+      const int low = 2 * half, high = low + 1;
+      const uint32_t rows[4] = {x[0][low], x[1][low], x[0][high], x[1][high]};
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        MultiplyWarp<kX>(rows, words[i].a[tile][2 * half], words[i].a[tile][2 * half + 1],
-                         sums[tile]);
+        if constexpr (kTurned) {
+          MultiplyWarp<kX>(rows, Turned(words[low][tile]), Turned(words[high][tile]), sums[tile]);
+        } else {
+          MultiplyWarp<kX>(rows, words[tile][low], words[tile][high], sums[tile]);
+        }
       }
     }
+  }
+
+  // The first of two neighbouring columns of h that this lane's sums of a tile are of.
+  __device__ static int Column(int tile, int lane) {
+    return kTurned ? lane % 4 * (kRank / 4) + 2 * tile : 8 * tile + lane % 4 * 2;
   }
 
   __device__ void Run() {
@@ -142,76 +189,81 @@ struct LoraDown {
   }
 };
 
-// existing + h @ b^T of a run: lines of b that this warp has.
-template <DType kX, int kRank>
+// existing + h @ b^T of a run: the columns of this warp. With kTurned b is (rank, n), and no ^T.
+template <DType kX, int kRank, bool kTurned>
 struct LoraUp {
   static constexpr int kWords = kRank / 8, kAhead = kLoraAheadOut<kRank>;
-  struct Words {
-    uint32_t b[4][kWords], existing[2][4];
-  };
+  using Factor = std::conditional_t<kTurned, LoraLong<kRank>, LoraShort<kRank>>;
 
   const char* b;
   const char* existing;
   char* out;
   int64_t row[2];
-  int n, first_line, first_column, steps, warp;
-  Words words[kAhead];
+  int n, steps, warp, lane;
+  Factor of_b[kAhead];
+  uint32_t of_existing[kAhead][2][4];
 
   __device__ LoraUp(const Lora& lora, const LoraRun& run, int warp, int lane)
-      : existing(lora.existing),
+      : b(Factor::Begin(lora.b, run.pair, lora.n, lane)),
+        existing(lora.existing),
         out(lora.out),
         row{run.rows[0], run.rows[1]},
         n(lora.n),
-        first_line(lane / 8 * 8 + lane / 4 % 2),
-        first_column(lane % 4 * 8),
         steps((lora.n + kLoraStep - 1) / kLoraStep),
-        warp(warp) {
-    b = lora.b +
-        ((static_cast<int64_t>(run.pair) * n + first_line) * kRank + lane % 4 * kRank / 4) * 2;
+        warp(warp),
+        lane(lane) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
   }
 
-  __device__ int64_t Place(int i, int step) const {
-    return (row[i] * n + step * kLoraStep + first_column) * 2;
-  }
+  __device__ int FirstColumn(int step) const { return step * kLoraStep + lane % 4 * 8; }
+  __device__ int64_t Place(int i, int step) const { return (row[i] * n + FirstColumn(step)) * 2; }
 
   __device__ void Load(int i, int step) {
-    const int line = step * kLoraStep;
-#pragma unroll
-    for (int tile = 0; tile < 4; ++tile) {
-      LoadWords(b + (line + 2 * tile) * int64_t{kRank * 2}, line + first_line < n,
-                words[i].b[tile]);
-    }
+    of_b[i].Load(b, step * kLoraStep, n, lane);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool there = existing != nullptr && row[r] >= 0 && line + first_column < n;
-      LoadExisting(existing + (there ? Place(r, step) : 0), there, words[i].existing[r]);
+      const bool there = existing != nullptr && row[r] >= 0 && FirstColumn(step) < n;
+      LoadExisting(existing + (there ? Place(r, step) : 0), there, of_existing[i][r]);
     }
   }
 
-  // h: the lane's columns of its two rows.
+  // Which word of a row of h is the lane's word of a tile of ranks.
+  __device__ static int WordOfH(int word, int lane) {
+    return kTurned ? 4 * word + lane % 4 : lane % 4 * kWords + word;
+  }
+
+  // Lines of b for the lane's column of a tile, in the order of h.
+  __device__ uint32_t Word(int i, int tile, int word) const {
+    if constexpr (kTurned) {
+      return Turned(of_b[i].words[word][tile]);
+    } else {
+      return of_b[i].words[tile][word];
+    }
+  }
+
+  // h: the lane's words of its two rows.
   __device__ void Store(int i, int step, const uint32_t (&h)[2][kWords]) {
     float sums[4][4];
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        sums[tile][2 * r] = Half<kX>(words[i].existing[r][tile], 0);
-        sums[tile][2 * r + 1] = Half<kX>(words[i].existing[r][tile], 1);
+        sums[tile][2 * r] = Half<kX>(of_existing[i][r][tile], 0);
+        sums[tile][2 * r + 1] = Half<kX>(of_existing[i][r][tile], 1);
       }
       if constexpr (kWords == 1) {
         const uint32_t rows[4] = {h[0][0], h[1][0], 0, 0};
-        MultiplyWarp<kX>(rows, words[i].b[tile][0], 0, sums[tile]);
+        MultiplyWarp<kX>(rows, Word(i, tile, 0), 0, sums[tile]);
       } else {
 #pragma unroll
         for (int w = 0; w < kWords; w += 2) {
           const uint32_t rows[4] = {h[0][w], h[1][w], h[0][w + 1], h[1][w + 1]};
-          MultiplyWarp<kX>(rows, words[i].b[tile][w], words[i].b[tile][w + 1], sums[tile]);
+          MultiplyWarp<kX>(rows, Word(i, tile, w), Word(i, tile, w + 1), sums[tile]);
         }
       }
     }
-    if (step * kLoraStep + first_column >= n) return;
+    if (FirstColumn(step) >= n) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row[r] < 0) continue;
@@ -240,6 +292,12 @@ struct LoraUp {
 
 // Rows of no pair: zeros, or what is there.
 __device__ inline void StoreNothing(const Lora& lora, const int64_t* rows, int count) {
+  if (lora.h != nullptr) {
+    for (int i = threadIdx.x; i < count * lora.rank / 2; i += kLoraThreads) {
+      const int64_t row = rows[i / (lora.rank / 2)];
+      reinterpret_cast<uint32_t*>(lora.h)[row * (lora.rank / 2) + i % (lora.rank / 2)] = 0;
+    }
+  }
   if (lora.existing == lora.out) return;
   for (int row = 0; row < count; ++row) {
     for (int i = threadIdx.x; i < lora.n / 8; i += kLoraThreads) {
@@ -251,7 +309,7 @@ __device__ inline void StoreNothing(const Lora& lora, const int64_t* rows, int c
   }
 }
 
-template <DType kX, int kRank>
+template <DType kX, int kRank, bool kTurned>
 __global__ void __launch_bounds__(kLoraThreads, 2)
     LoraSm80Kernel(const __grid_constant__ Lora lora) {
   constexpr int kWords = kRank / 8, kHalves = kRank + 8;  // of a row of h
@@ -290,15 +348,17 @@ __global__ void __launch_bounds__(kLoraThreads, 2)
     for (int i = 0; i < 2; ++i) {
       if (g + 8 * i < run.count) run.rows[i] = of_run[g + 8 * i];
     }
-    LoraDown<kX, kRank> down(lora, run, warp, lane);
+    using Down = LoraDown<kX, kRank, kTurned>;
+    using Up = LoraUp<kX, kRank, kTurned>;
+    Down down(lora, run, warp, lane);
     down.Run();
-    LoraUp<kX, kRank> up(lora, run, warp, lane);
+    Up up(lora, run, warp, lane);
 #pragma unroll
     for (int tile = 0; tile < kRank / 8; ++tile) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (8 * i >= run.count) break;
-        float* const to = &partial[warp][g + 8 * i][8 * tile + lane % 4 * 2];
+        float* const to = &partial[warp][g + 8 * i][Down::Column(tile, lane)];
         to[0] = down.sums[tile][2 * i];
         to[1] = down.sums[tile][2 * i + 1];
       }
@@ -314,7 +374,11 @@ __global__ void __launch_bounds__(kLoraThreads, 2)
         low += partial[w][of][column];
         high += partial[w][of][column + 1];
       }
-      h[of][column / 2] = Round2<kX>(scale * low, scale * high);
+      const uint32_t both = Round2<kX>(scale * low, scale * high);
+      h[of][column / 2] = both;
+      if (lora.h != nullptr) {
+        reinterpret_cast<uint32_t*>(lora.h)[(of_run[of] * kRank + column) / 2] = both;
+      }
     }
     __syncthreads();
     uint32_t of_lane[2][kWords];
@@ -322,7 +386,7 @@ __global__ void __launch_bounds__(kLoraThreads, 2)
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        of_lane[i][w] = run.rows[i] < 0 ? 0 : h[g + 8 * i][lane % 4 * kWords + w];
+        of_lane[i][w] = run.rows[i] < 0 ? 0 : h[g + 8 * i][Up::WordOfH(w, lane)];
       }
     }
     up.Run(of_lane);
