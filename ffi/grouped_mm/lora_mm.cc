@@ -11,12 +11,13 @@
 #include "grouped_mm/rules.h"
 #include "handlers.h"
 
-// "lora_mm": which optional operands are there, and a factor of all rows.
-JGG_ATTRIBUTES(LoraAttrs,            //
-               (bool, row_of),       //
-               (bool, row_scale),    //
-               (bool, existing_out)  //
-);
+// "lora_mm": which optional operands are there, and whether factors are stored the other way.
+// Beside it is a factor of all rows.
+JGG_ATTRIBUTES(LoraAttrs,             //
+               (bool, row_of),        //
+               (bool, row_scale),     //
+               (bool, existing_out),  //
+               (bool, turned));
 
 namespace jgg {
 namespace ffi = xla::ffi;
@@ -50,7 +51,8 @@ static ffi::Error TakePerRow(Operands* operands, const char* name, ffi::DataType
 
 static ffi::Error LoraHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer a,
                               ffi::AnyBuffer b, ffi::AnyBuffer pair_of, ffi::RemainingArgs rest,
-                              ffi::Result<ffi::AnyBuffer> out, LoraAttrs attrs, float scale) {
+                              ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets more,
+                              LoraAttrs attrs, float scale) {
   const ffi::DataType dtype = x.element_type();
   if (dtype != ffi::BF16 && dtype != ffi::F16) {
     return InvalidArgument(kOp, "x must be bfloat16 or float16");
@@ -58,13 +60,20 @@ static ffi::Error LoraHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "a", "(P, R, K)", a, {-1, -1, -1}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "b", "(P, N, R)", b, {-1, -1, -1}));
+  const int lines = attrs.turned ? 2 : 1;  // the axis of R in a, and of N in b
   const int64_t rows = x.dimensions()[0], k = x.dimensions()[1];
-  const int64_t pairs = a.dimensions()[0], rank = a.dimensions()[1], n = b.dimensions()[1];
+  const int64_t pairs = a.dimensions()[0], rank = a.dimensions()[lines];
+  const int64_t n = b.dimensions()[lines];
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {rows, k, n, pairs}));
   if (auto reason = rules::LoraProblem(rank, k, n)) return Unimplemented(kOp, *reason);
   JGG_RETURN_IF_ERROR(CheckLines("x", "(T, K)", x, dtype, {rows, k}));
-  JGG_RETURN_IF_ERROR(CheckLines("a", "(P, R, K)", a, dtype, {pairs, rank, k}));
-  JGG_RETURN_IF_ERROR(CheckLines("b", "(P, N, R)", b, dtype, {pairs, n, rank}));
+  if (attrs.turned) {
+    JGG_RETURN_IF_ERROR(CheckLines("a", "(P, K, R)", a, dtype, {pairs, k, rank}));
+    JGG_RETURN_IF_ERROR(CheckLines("b", "(P, R, N)", b, dtype, {pairs, rank, n}));
+  } else {
+    JGG_RETURN_IF_ERROR(CheckLines("a", "(P, R, K)", a, dtype, {pairs, rank, k}));
+    JGG_RETURN_IF_ERROR(CheckLines("b", "(P, N, R)", b, dtype, {pairs, n, rank}));
+  }
   JGG_RETURN_IF_ERROR(CheckLines("out", "(T, N)", *out, dtype, {rows, n}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "pair_of", pair_of, ffi::S32, "int32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "pair_of", "(T,)", pair_of, {rows}));
@@ -84,6 +93,13 @@ static ffi::Error LoraHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
     lora.existing = Data(*existing);
   }
   JGG_RETURN_IF_ERROR(operands.End());
+  if (more.size() > 1) return InvalidArgument(kOp, "has ", more.size() + 1, " results");
+  if (more.size() == 1) {
+    auto h = more.get<ffi::AnyBuffer>(0);
+    if (!h) return h.error();
+    JGG_RETURN_IF_ERROR(CheckLines("h", "(T, R)", **h, dtype, {rows, rank}));
+    lora.h = static_cast<char*>((*h)->untyped_data());
+  }
   lora.x = Data(x);
   lora.a = Data(a);
   lora.b = Data(b);
@@ -95,6 +111,7 @@ static ffi::Error LoraHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   lora.rank = static_cast<int>(rank);
   lora.pairs = static_cast<int>(pairs);
   lora.scale = scale;
+  lora.turned = attrs.turned;
   if (auto reason = NeedsComputeCapability(80, ComputeCapability())) {
     return Unimplemented(kOp, *reason);
   }
@@ -110,6 +127,7 @@ XLA_FFI_DEFINE_HANDLER(kLoraMm, LoraHandler,
                            .Arg<ffi::AnyBuffer>()  // pair_of
                            .RemainingArgs()        // row_of, row_scale, existing_out
                            .Ret<ffi::AnyBuffer>()  // out
+                           .RemainingRets()        // h
                            .Attr<LoraAttrs>("lora_mm")
                            .Attr<float>("scale"),
                        {ffi::Traits::kCmdBufferCompatible});

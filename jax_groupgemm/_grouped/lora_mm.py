@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike
 
-from .._core import check, costs, dtypes, partition
+from .._core import check, costs, dtypes, partition, segments
 from .._core.composed import Composed
 from .._core.costs import Cost
 from .._core.operations import operation
-from .._core.products import Caller, Mm
+from .._core.products import Caller, Mm, Wgrad
 from .._core.types import Implementation, Integers
 from .._kernels import choose, lora, problems
-from . import fused
+from . import fused, primitives
 from .call import attributes
-from .gather_mm import gathered, indices
+from .gather_mm import counts, gathered, indices
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: What axes are called here, for messages.
@@ -111,7 +113,7 @@ def lora_mm(
     check.flag(op, "sorted_rows", sorted_rows)
     check.implementation(op, implementation)
     product = Mm(
-        rows=0, transpose_w=True, out_dtype=x.dtype, precision=check.precision(op, precision, x),
+        rows=0, out_dtype=x.dtype, precision=check.precision(op, precision, x),
         implementation=implementation, caller=Caller(op, ("x", "a"), _AXES),
     )  # fmt: skip
     a, b = (partition.merge(f.astype(x.dtype), (len(batch), 1, 1)) for f in (a, b))
@@ -119,9 +121,8 @@ def lora_mm(
         zeros = jnp.zeros((t, n), x.dtype)
         return zeros if existing_out is None else existing_out.astype(x.dtype)
     return _LORA(
-        x, a, b, pair, row_scale, existing_out, scale=factor, sorted_rows=bool(sorted_rows),
-        product=product,
-    )  # fmt: skip
+        x, a, b, pair, row_scale, existing_out, form=_Form(product, factor, bool(sorted_rows))
+    )
 
 
 def _of_rows(op: str, name: str, value, rows: int, count: int):
@@ -146,40 +147,74 @@ def _joined(adapter, expert, adapters: int, experts: int):
 # ---- what it means -----------------------------------------------------------------------------
 
 
-def _composed(x, a, b, pair, row_scale, existing, *, scale: float, sorted_rows: bool, product: Mm):
-    del sorted_rows  # the order of rows makes no difference
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is static of a call.
+
+    Attributes:
+      product: transposes, precision and kernel; it has no rows.
+      scale: of all rows.
+      in_runs: rows of one pair are said to follow each other.
+      turned: a is (P, K, R) and b (P, R, N), as the gradient of x has them: it is the same of its
+        cotangent, b and a.
+    """
+
+    product: Mm
+    scale: float
+    in_runs: bool
+    turned: bool = False
+
+
+def _composed(x, a, b, pair, row_scale, existing, *, form: _Form):
+    return _composed_kept(x, a, b, pair, row_scale, existing, form=form)[0]
+
+
+def _composed_kept(x, a, b, pair, row_scale, existing, *, form: _Form):
+    """The result, and what is between the products, (T, R), in x's dtype."""
     wide = dtypes.accumulator_dtype(x.dtype)
-    summed = product.replace(out_dtype=wide, cotangent_dtype=dtypes.cotangent_dtype(x.dtype))
+    product = form.product.replace(
+        transpose_w=not form.turned, out_dtype=wide,
+        cotangent_dtype=dtypes.cotangent_dtype(x.dtype),
+    )  # fmt: skip
 
     def run(rows, factors, name: str):
-        caller = Caller(product.caller.op, ("x", name), product.caller.axes)
-        pairs, lines, _ = factors.shape
-        out = gathered(
-            caller.op, "x", rows[:, None], factors, (pairs, lines), None, pair, False,
-            summed.replace(caller=caller), fused.MM, kind="mm",
-        )  # fmt: skip
-        return out[:, 0]
+        caller = dataclasses.replace(product.caller, operands=("x", name))
+        columns = (factors.shape[0], product.sizes(factors)[2])
+        of = product.replace(caller=caller)
+        return gathered(
+            caller.op, "x", rows[:, None], factors, columns, None, pair, False, of, fused.MM,
+            kind="mm",
+        )[:, 0]  # fmt: skip
 
     h = run(x, a, "a")
     if row_scale is not None:
         # Rows of no pair are zeros whatever their scale.
         scales = row_scale.astype(wide)
         h = h * jnp.where(pair >= 0, scales, jnp.zeros_like(scales))[:, None]
-    if scale != 1.0:
-        h = h * jnp.asarray(scale, wide)
-    out = run(h.astype(x.dtype), b, "b")
+    if form.scale != 1.0:
+        h = h * jnp.asarray(form.scale, wide)
+    h = h.astype(x.dtype)
+    out = run(h, b, "b")
     if existing is not None:
         out = out + existing.astype(wide)
-    return out.astype(x.dtype)
+    return out.astype(x.dtype), h
 
 
-def _call(platform: str, x, a, b, pair, row_scale, existing, *, scale: float, sorted_rows: bool,
-          product: Mm):  # fmt: skip
-    """Custom call ``jgg_lora_mm``: x, a, b, pair[, row][, row_scale][, existing_out] -> out; None
-    where no kernel takes it."""
-    if product.implementation not in (None, "sm80"):
+# ---- one kernel --------------------------------------------------------------------------------
+
+
+def _call(platform: str, *operands, form: _Form):
+    out = _call_kept(platform, *operands, form=form, keeps=False)
+    return None if out is None else out[0]
+
+
+def _call_kept(platform: str, x, a, b, pair, row_scale, existing, *, form: _Form,
+               keeps: bool = True):  # fmt: skip
+    """Custom call ``jgg_lora_mm``: x, a, b, pair[, row][, row_scale][, existing_out] -> out[, h];
+    None where no kernel takes it."""
+    if form.product.implementation not in (None, "sm80"):
         return None
-    (rows, k), (pairs, rank, _), n = x.shape, a.shape, b.shape[1]
+    (rows, k), (pairs, rank, n) = x.shape, _sizes(a, b, form)
     given = [v for v in (x, a, b, existing) if v is not None]
     problem = problems.Lora(
         op="lora_mm", platform=platform, dtypes=tuple(v.dtype.name for v in given),
@@ -188,7 +223,7 @@ def _call(platform: str, x, a, b, pair, row_scale, existing, *, scale: float, so
     if choose.choose(problem) is None:
         return None
     order = None
-    if rows >= lora.SORT_FROM_ROWS and not sorted_rows:
+    if rows >= lora.SORT_FROM_ROWS and not form.in_runs:
         order = jnp.argsort(pair).astype(jnp.int32)
         pair = pair[order]
     scales = None if row_scale is None else row_scale.astype(jnp.float32)
@@ -196,15 +231,45 @@ def _call(platform: str, x, a, b, pair, row_scale, existing, *, scale: float, so
     operands = [x, a, b, pair, *(v for v in more.values() if v is not None)]
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if existing is None else {len(operands) - 1: 0}
-    out = jax.ShapeDtypeStruct((rows, n), x.dtype)
-    flags = attributes({"lora_mm": {name: v is not None for name, v in more.items()}})
-    call = jax.ffi.ffi_call("jgg_lora_mm", out, input_output_aliases=aliases)
-    return call(*operands, scale=np.float32(scale), **flags)
+    results = [jax.ShapeDtypeStruct((rows, c), x.dtype) for c in (n, *[rank] * keeps)]
+    flags = {name: v is not None for name, v in more.items()} | {"turned": form.turned}
+    call = jax.ffi.ffi_call("jgg_lora_mm", results, input_output_aliases=aliases)
+    return call(*operands, scale=np.float32(form.scale), **attributes({"lora_mm": flags}))
 
 
-def _cost(operands, values, outs, *, product: Mm, **_) -> Cost:
+def _sizes(a, b, form: _Form) -> tuple[int, int, int]:
+    """Pairs, rank and columns of the result."""
+    return a.shape[0], a.shape[2 if form.turned else 1], b.shape[2 if form.turned else 1]
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+
+def _forward(*operands, form: _Form, moves):
+    return None if moves[4] else _KEPT(*operands, form=form)
+
+
+def _backward(h, operands, cts, *, form: _Form):
+    (x, a, b, pair, row_scale, existing), (ct,) = operands, cts
+    back = dataclasses.replace(form, turned=not form.turned)
+    dx, dh = _KEPT(ct, b, a, pair, row_scale, None, form=back)
+    order, _ = fused.order(pair)
+    # Sentinels sort to the front: group 0 holds them, and has no matrix.
+    metadata = segments.sizes(counts(pair, a.shape[0]), jnp.int32(1))
+
+    def of_pairs(factor, left, right):
+        left, right = (right, left) if form.turned else (left, right)
+        of = form.product.derived(Wgrad, groups=factor.shape[0], out_dtype=factor.dtype)
+        left, right = (partition.take(rows, order) for rows in (left, right))
+        return primitives.wgrad(left, right, metadata, of)
+
+    old = None if existing is None else ct.astype(existing.dtype)
+    return dx, of_pairs(a, dh, x), of_pairs(b, ct, h), None, None, old
+
+
+def _cost(operands, values, outs, *, form: _Form) -> Cost:
     x, a, b, pair, *more = operands
-    (rows, _), (pairs, rank, k), n = x.shape, a.shape, b.shape[1]
+    (rows, k), (pairs, rank, n) = x.shape, _sizes(a, b, form)
     used = min(rows, pairs)
     if values[3] is not None:
         with jax.ensure_compile_time_eval():
@@ -216,4 +281,5 @@ def _cost(operands, values, outs, *, product: Mm, **_) -> Cost:
     return Cost(2 * rows * rank * (k + n), read + costs.bytes_of(outs))
 
 
-_LORA = Composed("jgg_lora_mm", _composed, _call, cost=_cost)
+_KEPT = Composed("jgg_lora_mm_kept", _composed_kept, _call_kept, cost=_cost)
+_LORA = Composed("jgg_lora_mm", _composed, _call, cost=_cost, vjp=(_forward, _backward))
