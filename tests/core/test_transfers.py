@@ -30,7 +30,8 @@ NAMES = (
 # Before 0.12 JAX's own derivative of a slice and its like brings a zero to the device.
 NOT_BEFORE_0_12 = (
     "options", "gather_mm", "sorted", "lora_mm", "gather_qmm", "quantized_matmul",
-    "nvfp4_grouped_mm", "nvfp4_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts", "fp8_experts",
+    "nvfp4_grouped_mm", "nvfp4_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts",
+    "fp8_experts",
 )  # fmt: skip
 
 

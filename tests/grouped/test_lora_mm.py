@@ -185,16 +185,16 @@ def half_operands(rows, dtype="bfloat16", r=16, k=64, n=32):
     return of(rows, k), of(4, 3, r, k), of(4, 3, n, r), index, index
 
 
-def is_one_call(f, *args, **options) -> bool:
+def calls(f, *args, **options) -> int:
     traced = jax.jit(functools.partial(f, **options)).trace(*args)
-    return "@jgg_lora_mm(" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    return traced.lower(lowering_platforms=("cuda",)).as_text().count("@jgg_lora_mm(")
 
 
 def test_a_call_of_few_rows_is_one_kernel(hopper):
     """Rows of 16 bits; not float32, ranks that it has not, or many rows of a pair."""
     del hopper
-    named = lambda *of, **more: is_one_call(jgg.lora_mm, *half_operands(*of), **more)
-    assert named(40)
+    named = lambda *of, **more: calls(jgg.lora_mm, *half_operands(*of), **more)
+    assert named(40) == 1
     assert named(40, "float16", 64)
     assert named(40, implementation="sm80")
     assert not named(40, "float32")
@@ -205,7 +205,25 @@ def test_a_call_of_few_rows_is_one_kernel(hopper):
     x, a, b, i, e = half_operands(40)
     out = jax.ShapeDtypeStruct((40, 32), "bfloat16")
     f = lambda x, a, b, i, e, s, o: jgg.lora_mm(x, a, b, i, e, row_scale=s, existing_out=o)
-    assert is_one_call(f, x, a, b, i, e, jax.ShapeDtypeStruct((40,), "float32"), out)
+    assert calls(f, x, a, b, i, e, jax.ShapeDtypeStruct((40,), "float32"), out)
+
+
+def test_gradients_are_two_kernels_and_two_products(hopper):
+    """Of x one more call, of each factor a weight gradient; a scale that moves has the
+    composition's."""
+    del hopper
+    x, a, b, i, e = half_operands(40)
+    scale = jax.ShapeDtypeStruct((40,), "float32")
+
+    def loss(x, a, b, s, i, e):
+        return jgg.lora_mm(x, a, b, i, e, row_scale=s).astype("float32").sum()
+
+    assert calls(jax.grad(loss, (0, 1, 2)), x, a, b, scale, i, e) == 2
+    assert calls(jax.grad(loss, 3), x, a, b, scale, i, e) == 0
+    grad = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, a, b, scale, i, e)
+    text = grad.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@jgg_wgrad(") == 2
+    assert text.count("@jgg_mm(") == 0
 
 
 @pytest.mark.gpu
@@ -241,3 +259,26 @@ def test_kernel(rng, dtype, rank):
             none = (adapter < 0) | (adapter >= adapters)
             if cpu[3] is None:
                 assert not np.asarray(got)[none].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 16), ("float16", 32), ("bfloat16", 64)])
+@pytest.mark.parametrize("rows", [70, 5000])
+def test_gradients_of_the_kernel(rng, dtype, rank, rows):
+    """Beside those of float32, of x, both factors and what is added to."""
+    k, n, adapters, experts = 328, 264, 5, 40
+    of = lambda *shape: oracle.random(rng, shape, dtype)
+    x, a, b = of(rows, k), of(adapters, experts, rank, k), of(adapters, experts, n, rank)
+    old = of(rows, n)
+    adapter, expert = rng.integers(-1, adapters, rows), rng.integers(0, experts, rows)
+
+    def loss(x, a, b, old):
+        out = jgg.lora_mm(x, a, b, adapter, expert, scale=0.5, existing_out=old)
+        return (out.astype("float32") ** 2).sum()
+
+    gots = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, a, b, old)
+    wants = jax.grad(loss, (0, 1, 2, 3))(*(v.astype("float32") for v in (x, a, b, old)))
+    for got, want in zip(gots, wants, strict=True):
+        assert got.dtype == dtype
+        want = oracle.f64(want)
+        assert np.linalg.norm(oracle.f64(got) - want) <= 0.01 * np.linalg.norm(want)
