@@ -9,23 +9,26 @@
 namespace jgg {
 namespace {
 
-template <DType kX, int kRank>
+template <DType kX, int kRank, int kTall = 1>
 cudaError_t Launch(cudaStream_t stream, const Lora& lora) {
   const auto blocks = static_cast<unsigned>((lora.rows + lora.span - 1) / lora.span);
   if (lora.turned) {
-    device::LoraSm80Kernel<kX, kRank, true><<<blocks, device::kLoraThreads, 0, stream>>>(lora);
+    device::LoraSm80Kernel<kX, kRank, true, kTall>
+        <<<blocks, device::kLoraThreads, 0, stream>>>(lora);
   } else {
-    device::LoraSm80Kernel<kX, kRank, false><<<blocks, device::kLoraThreads, 0, stream>>>(lora);
+    device::LoraSm80Kernel<kX, kRank, false, kTall>
+        <<<blocks, device::kLoraThreads, 0, stream>>>(lora);
   }
   return cudaGetLastError();
 }
 
 template <DType kX>
 cudaError_t LaunchOf(cudaStream_t stream, const Lora& lora) {
+  const bool tall = rules::LoraIsTall(lora.rows, lora.pairs);
   switch (lora.rank) {
     case 8: return Launch<kX, 8>(stream, lora);
-    case 16: return Launch<kX, 16>(stream, lora);
-    case 32: return Launch<kX, 32>(stream, lora);
+    case 16: return tall ? Launch<kX, 16, 2>(stream, lora) : Launch<kX, 16>(stream, lora);
+    case 32: return tall ? Launch<kX, 32, 2>(stream, lora) : Launch<kX, 32>(stream, lora);
     case 64: return Launch<kX, 64>(stream, lora);
     default: return cudaErrorInvalidValue;
   }

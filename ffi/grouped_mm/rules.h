@@ -119,6 +119,9 @@ inline Reason LoraProblem(int64_t rank, int64_t k, int64_t n) {
   return NeedsMultiple("N", 8, n);
 }
 
+// Whether the kernel takes 32 rows of a pair together, not 16.
+constexpr bool LoraIsTall(int64_t rows, int64_t pairs) { return rows >= 8 * pairs; }
+
 // Rows of a block: one, until there are more blocks than a GPU holds at a time.
 inline int LoraSpan(int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>(rows / 1024, 1, 16));

@@ -9,16 +9,16 @@ using namespace jgg;
 
 namespace {
 
-template <DType kX, bool kTurned>
+template <DType kX, bool kTurned, int kTall>
 void Run(const Lora& lora) {
   using namespace device;
   const auto blocks = static_cast<unsigned>((lora.rows + lora.span - 1) / lora.span);
   RunBlocks({blocks, 1}, kLoraThreads, [&] {
     switch (lora.rank) {
-      case 8: return LoraSm80Kernel<kX, 8, kTurned>(lora);
-      case 16: return LoraSm80Kernel<kX, 16, kTurned>(lora);
-      case 32: return LoraSm80Kernel<kX, 32, kTurned>(lora);
-      default: return LoraSm80Kernel<kX, 64, kTurned>(lora);
+      case 8: return LoraSm80Kernel<kX, 8, kTurned, 1>(lora);
+      case 16: return LoraSm80Kernel<kX, 16, kTurned, kTall>(lora);
+      case 32: return LoraSm80Kernel<kX, 32, kTurned, kTall>(lora);
+      default: return LoraSm80Kernel<kX, 64, kTurned, 1>(lora);
     }
   });
 }
@@ -31,7 +31,7 @@ struct Problem {
   const float* row_scale;
   const char* existing;
   char *out, *h;
-  int32_t rows, k, n, rank, pairs, span, half, turned;
+  int32_t rows, k, n, rank, pairs, span, half, turned, tall;
   float scale;
 };
 
@@ -59,7 +59,10 @@ extern "C" void lora_kernel(const Problem* problem) {
                    {p.a, pairs * p.rank * p.k * 2},
                    {p.b, pairs * p.n * p.rank * 2}});
   const auto run = [&](auto dtype) {
-    p.turned ? Run<dtype.value, true>(lora) : Run<dtype.value, false>(lora);
+    const auto tall = [&](auto turned) {
+      p.tall ? Run<dtype.value, turned.value, 2>(lora) : Run<dtype.value, turned.value, 1>(lora);
+    };
+    p.turned ? tall(std::true_type{}) : tall(std::false_type{});
   };
   if (p.half) {
     run(std::integral_constant<DType, DType::kF16>{});

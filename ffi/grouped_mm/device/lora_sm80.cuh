@@ -2,9 +2,10 @@
 // there to registers, and each warp has some steps of them under way.
 //
 // A block has `span` rows, which are in the order of their pairs. It multiplies *runs*: rows of one
-// pair, up to 16, that do not cross a multiple of 16. The block in which a run begins has all of
-// it. Nothing is planned: whether a run begins at a row follows from the row before it, so the time
-// does not depend on how many pairs there are.
+// pair. A run begins where the pair is another than before, and at multiples of 16 if the row 16
+// before has the same pair. So it has up to 31 rows, and up to 16 are never two. The block in which
+// a run begins has all of it. Nothing is planned: whether a run begins follows from two rows
+// before, so the time does not depend on how many pairs there are.
 //
 // Rows are the M side of `mma.sync`, and lines of a factor its N side. Which k an element of the
 // instruction is does not matter, as long as both operands agree. Nor does it matter which line of
@@ -32,6 +33,7 @@ constexpr int kLoraRows = 16, kLoraStep = 32;
 constexpr int kLoraMostSpan = 16;
 
 // Words of 4 bytes, of which up to 4 are read at a time; zeros where they are not `there`.
+// Neighbours of 16 bytes are other warps': L2 fetches the whole line.
 template <int kWords>
 __device__ void LoadWords(const char* from, bool there, uint32_t (&to)[kWords]) {
 #pragma unroll
@@ -40,21 +42,34 @@ __device__ void LoadWords(const char* from, bool there, uint32_t (&to)[kWords]) 
   if constexpr (kWords == 1) {
     to[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
   } else if constexpr (kWords == 2) {
+#ifdef __CUDA_ARCH__
+    asm volatile("ld.global.nc.L2::128B.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1])
+                 : "l"(from));
+#else
     const uint2 line = __ldg(reinterpret_cast<const uint2*>(from));
     to[0] = line.x, to[1] = line.y;
+#endif
   } else {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
+#ifdef __CUDA_ARCH__
+      asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
+                   : "l"(from + 4 * i));
+#else
       const uint4 line = __ldg(reinterpret_cast<const uint4*>(from + 4 * i));
       to[i] = line.x, to[i + 1] = line.y, to[i + 2] = line.z, to[i + 3] = line.w;
+#endif
     }
   }
 }
 
-// A run of rows, as a lane has it: its two rows, or -1.
+// Rows of a run that a block multiplies at a time, as a lane has them: its two of each 16, or -1.
+template <int kTall>
 struct LoraRun {
-  int pair, count;
-  int64_t rows[2];
+  int pair;
+  int64_t rows[kTall][2];
 };
 
 // 16 bytes of the result, which may be written later.
@@ -64,14 +79,14 @@ __device__ inline void LoadExisting(const char* from, bool there, uint32_t (&to)
 }
 
 // Steps of which a warp has the operands.
-template <int kRank>
-constexpr int kLoraAhead = kRank <= 16   ? 3
-                           : kRank == 32 ? 2
-                                         : 1;
-template <int kRank>
-constexpr int kLoraAheadOut = kRank == 8    ? 3
-                              : kRank == 16 ? 2
-                                            : 1;
+template <int kRank, int kTall>
+constexpr int kLoraAhead = kTall * kRank <= 16   ? 3
+                           : kTall * kRank <= 32 ? 2
+                                                 : 1;
+template <int kRank, int kTall>
+constexpr int kLoraAheadOut = kTall * kRank <= 8    ? 3
+                              : kTall * kRank <= 16 ? 2
+                                                    : 1;
 
 // A warp's step of a factor whose lines are of k, or of n: (rank, length).
 template <int kRank>
@@ -113,29 +128,31 @@ struct LoraShort {
 };
 
 // x @ a^T of a run: the sums over the k of this warp. With kTurned a is (k, rank), and no ^T.
-template <DType kX, int kRank, bool kTurned>
+template <DType kX, int kRank, bool kTurned, int kTall>
 struct LoraDown {
-  static constexpr int kTiles = kRank / 8, kAhead = kLoraAhead<kRank>;
+  static constexpr int kTiles = kRank / 8, kAhead = kLoraAhead<kRank, kTall>;
   using Factor = std::conditional_t<kTurned, LoraShort<kRank>, LoraLong<kRank>>;
 
   const char* a;
-  const char* x[2];
-  bool there[2];
+  const char* x[kTall][2];  // null without a row
   int k, steps, warp, lane;
   Factor of_a[kAhead];
-  uint32_t of_x[kAhead][2][4];
-  float sums[kTiles][4] = {};
+  uint32_t of_x[kAhead][kTall][2][4];
+  float sums[kTall][kTiles][4] = {};
 
-  __device__ LoraDown(const Lora& lora, const LoraRun& run, int warp, int lane)
+  __device__ LoraDown(const Lora& lora, const LoraRun<kTall>& run, int warp, int lane)
       : a(Factor::Begin(lora.a, run.pair, lora.k, lane)),
         k(lora.k),
         steps((lora.k + kLoraStep - 1) / kLoraStep),
         warp(warp),
         lane(lane) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      there[i] = run.rows[i] >= 0;
-      x[i] = lora.x + (there[i] ? (run.rows[i] * k + lane % 4 * 8) * 2 : 0);
+    for (int t = 0; t < kTall; ++t) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t row = run.rows[t][i];
+        x[t][i] = row < 0 ? nullptr : lora.x + (row * k + lane % 4 * 8) * 2;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
@@ -146,24 +163,33 @@ struct LoraDown {
     const int first = step * kLoraStep;
     of_a[i].Load(a, first, k, lane);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      LoadWords(x[row] + first * int64_t{2}, first + lane % 4 * 8 < k && there[row], of_x[i][row]);
+    for (int t = 0; t < kTall; ++t) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const bool there = x[t][row] != nullptr && first + lane % 4 * 8 < k;
+        LoadWords(x[t][row] + first * int64_t{2}, there, of_x[i][t][row]);
+      }
     }
   }
 
   __device__ void Multiply(int i) {
-    const auto& x = of_x[i];
     const auto& words = of_a[i].words;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int low = 2 * half, high = low + 1;
-      const uint32_t rows[4] = {x[0][low], x[1][low], x[0][high], x[1][high]};
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
+        uint32_t lines[2];
         if constexpr (kTurned) {
-          MultiplyWarp<kX>(rows, Turned(words[low][tile]), Turned(words[high][tile]), sums[tile]);
+          lines[0] = Turned(words[low][tile]), lines[1] = Turned(words[high][tile]);
         } else {
-          MultiplyWarp<kX>(rows, words[tile][low], words[tile][high], sums[tile]);
+          lines[0] = words[tile][low], lines[1] = words[tile][high];
+        }
+#pragma unroll
+        for (int t = 0; t < kTall; ++t) {
+          const auto& x = of_x[i][t];
+          const uint32_t rows[4] = {x[0][low], x[1][low], x[0][high], x[1][high]};
+          MultiplyWarp<kX>(rows, lines[0], lines[1], sums[t][tile]);
         }
       }
     }
@@ -190,41 +216,47 @@ struct LoraDown {
 };
 
 // existing + h @ b^T of a run: the columns of this warp. With kTurned b is (rank, n), and no ^T.
-template <DType kX, int kRank, bool kTurned>
+template <DType kX, int kRank, bool kTurned, int kTall>
 struct LoraUp {
-  static constexpr int kWords = kRank / 8, kAhead = kLoraAheadOut<kRank>;
+  static constexpr int kWords = kRank / 8, kAhead = kLoraAheadOut<kRank, kTall>;
   using Factor = std::conditional_t<kTurned, LoraLong<kRank>, LoraShort<kRank>>;
 
   const char* b;
   const char* existing;
   char* out;
-  int64_t row[2];
+  int64_t row[kTall][2];
   int n, steps, warp, lane;
   Factor of_b[kAhead];
-  uint32_t of_existing[kAhead][2][4];
+  uint32_t of_existing[kAhead][kTall][2][4];
 
-  __device__ LoraUp(const Lora& lora, const LoraRun& run, int warp, int lane)
+  __device__ LoraUp(const Lora& lora, const LoraRun<kTall>& run, int warp, int lane)
       : b(Factor::Begin(lora.b, run.pair, lora.n, lane)),
         existing(lora.existing),
         out(lora.out),
-        row{run.rows[0], run.rows[1]},
         n(lora.n),
         steps((lora.n + kLoraStep - 1) / kLoraStep),
         warp(warp),
         lane(lane) {
 #pragma unroll
+    for (int t = 0; t < kTall; ++t) row[t][0] = run.rows[t][0], row[t][1] = run.rows[t][1];
+#pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
   }
 
   __device__ int FirstColumn(int step) const { return step * kLoraStep + lane % 4 * 8; }
-  __device__ int64_t Place(int i, int step) const { return (row[i] * n + FirstColumn(step)) * 2; }
+  __device__ int64_t Place(int64_t row, int step) const {
+    return (row * n + FirstColumn(step)) * 2;
+  }
 
   __device__ void Load(int i, int step) {
     of_b[i].Load(b, step * kLoraStep, n, lane);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool there = existing != nullptr && row[r] >= 0 && FirstColumn(step) < n;
-      LoadExisting(existing + (there ? Place(r, step) : 0), there, of_existing[i][r]);
+    for (int t = 0; t < kTall; ++t) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool there = existing != nullptr && row[t][r] >= 0 && FirstColumn(step) < n;
+        LoadExisting(existing + (there ? Place(row[t][r], step) : 0), there, of_existing[i][t][r]);
+      }
     }
   }
 
@@ -242,40 +274,44 @@ struct LoraUp {
     }
   }
 
-  // h: the lane's words of its two rows.
-  __device__ void Store(int i, int step, const uint32_t (&h)[2][kWords]) {
-    float sums[4][4];
+  using OfH = uint32_t[kTall][2][kWords];  // the lane's words of its rows of h
+
+  __device__ void Store(int i, int step, const OfH& h) {
 #pragma unroll
-    for (int tile = 0; tile < 4; ++tile) {
+    for (int t = 0; t < kTall; ++t) {
+      float sums[4][4];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        sums[tile][2 * r] = Half<kX>(of_existing[i][r][tile], 0);
-        sums[tile][2 * r + 1] = Half<kX>(of_existing[i][r][tile], 1);
-      }
-      if constexpr (kWords == 1) {
-        const uint32_t rows[4] = {h[0][0], h[1][0], 0, 0};
-        MultiplyWarp<kX>(rows, Word(i, tile, 0), 0, sums[tile]);
-      } else {
+      for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
-        for (int w = 0; w < kWords; w += 2) {
-          const uint32_t rows[4] = {h[0][w], h[1][w], h[0][w + 1], h[1][w + 1]};
-          MultiplyWarp<kX>(rows, Word(i, tile, w), Word(i, tile, w + 1), sums[tile]);
+        for (int r = 0; r < 2; ++r) {
+          sums[tile][2 * r] = Half<kX>(of_existing[i][t][r][tile], 0);
+          sums[tile][2 * r + 1] = Half<kX>(of_existing[i][t][r][tile], 1);
+        }
+        if constexpr (kWords == 1) {
+          const uint32_t rows[4] = {h[t][0][0], h[t][1][0], 0, 0};
+          MultiplyWarp<kX>(rows, Word(i, tile, 0), 0, sums[tile]);
+        } else {
+#pragma unroll
+          for (int w = 0; w < kWords; w += 2) {
+            const uint32_t rows[4] = {h[t][0][w], h[t][1][w], h[t][0][w + 1], h[t][1][w + 1]};
+            MultiplyWarp<kX>(rows, Word(i, tile, w), Word(i, tile, w + 1), sums[tile]);
+          }
         }
       }
-    }
-    if (FirstColumn(step) >= n) return;
+      if (FirstColumn(step) >= n) continue;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (row[r] < 0) continue;
-      *reinterpret_cast<uint4*>(out + Place(r, step)) =
-          make_uint4(Round2<kX>(sums[0][2 * r], sums[0][2 * r + 1]),
-                     Round2<kX>(sums[1][2 * r], sums[1][2 * r + 1]),
-                     Round2<kX>(sums[2][2 * r], sums[2][2 * r + 1]),
-                     Round2<kX>(sums[3][2 * r], sums[3][2 * r + 1]));
+      for (int r = 0; r < 2; ++r) {
+        if (row[t][r] < 0) continue;
+        *reinterpret_cast<uint4*>(out + Place(row[t][r], step)) =
+            make_uint4(Round2<kX>(sums[0][2 * r], sums[0][2 * r + 1]),
+                       Round2<kX>(sums[1][2 * r], sums[1][2 * r + 1]),
+                       Round2<kX>(sums[2][2 * r], sums[2][2 * r + 1]),
+                       Round2<kX>(sums[3][2 * r], sums[3][2 * r + 1]));
+      }
     }
   }
 
-  __device__ void Run(const uint32_t (&h)[2][kWords]) {
+  __device__ void Run(const OfH& h) {
 #pragma unroll 1
     for (int first = warp; first < steps; first += kLoraWarps * kAhead) {
 #pragma unroll
@@ -309,87 +345,104 @@ __device__ inline void StoreNothing(const Lora& lora, const int64_t* rows, int c
   }
 }
 
-template <DType kX, int kRank, bool kTurned>
+// A run of a block: rows of one pair, whose products and results are its own.
+template <DType kX, int kRank, bool kTurned, int kTall>
+__device__ void MultiplyRun(const Lora& lora, int pair, const int64_t* rows, int count,
+                            float (&partial)[kLoraWarps][kLoraRows * kTall][kRank],
+                            uint32_t (&h)[kLoraRows * kTall][kRank / 2 + 4]) {
+  using Down = LoraDown<kX, kRank, kTurned, kTall>;
+  using Up = LoraUp<kX, kRank, kTurned, kTall>;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4;
+  LoraRun<kTall> run{pair, {}};
+#pragma unroll
+  for (int i = 0; i < 2 * kTall; ++i) {
+    run.rows[i / 2][i % 2] = g + 8 * i < count ? rows[g + 8 * i] : -1;
+  }
+  Down down(lora, run, warp, lane);
+  down.Run();
+  Up up(lora, run, warp, lane);
+#pragma unroll
+  for (int tile = 0; tile < kRank / 8; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 2 * kTall; ++i) {
+      if (8 * i >= count) break;
+      float* const to = &partial[warp][g + 8 * i][Down::Column(tile, lane)];
+      to[0] = down.sums[i / 2][tile][i % 2 * 2];
+      to[1] = down.sums[i / 2][tile][i % 2 * 2 + 1];
+    }
+  }
+  __syncthreads();
+  for (int i = thread; i < count * kRank / 2; i += kLoraThreads) {
+    const int of = i / (kRank / 2), column = i % (kRank / 2) * 2;
+    const float scale =
+        lora.row_scale == nullptr ? lora.scale : lora.scale * lora.row_scale[rows[of]];
+    float low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kLoraWarps; ++w) {
+      low += partial[w][of][column];
+      high += partial[w][of][column + 1];
+    }
+    const uint32_t both = Round2<kX>(scale * low, scale * high);
+    h[of][column / 2] = both;
+    if (lora.h != nullptr) {
+      reinterpret_cast<uint32_t*>(lora.h)[(rows[of] * kRank + column) / 2] = both;
+    }
+  }
+  __syncthreads();
+  typename Up::OfH of_lane;
+#pragma unroll
+  for (int i = 0; i < 2 * kTall; ++i) {
+#pragma unroll
+    for (int w = 0; w < kRank / 8; ++w) {
+      of_lane[i / 2][i % 2][w] = g + 8 * i < count ? h[g + 8 * i][Up::WordOfH(w, lane)] : 0;
+    }
+  }
+  up.Run(of_lane);
+}
+
+// kTall: of 16 rows so many are multiplied by a factor that is read once.
+template <DType kX, int kRank, bool kTurned, int kTall>
 __global__ void __launch_bounds__(kLoraThreads, 2)
     LoraSm80Kernel(const __grid_constant__ Lora lora) {
-  constexpr int kWords = kRank / 8, kHalves = kRank + 8;  // of a row of h
-  __shared__ int pairs[kLoraMostSpan + kLoraRows + 1];
-  __shared__ int64_t rows[kLoraMostSpan + kLoraRows];
-  __shared__ float partial[kLoraWarps][kLoraRows][kRank];
-  __shared__ uint32_t h[kLoraRows][kHalves / 2];
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4;
+  constexpr int kAround = kLoraRows + kLoraMostSpan + 2 * kLoraRows;  // rows that a block looks at
+  constexpr int kTogether = kLoraRows * kTall;
+  __shared__ int pairs[kAround];
+  __shared__ int64_t rows[kAround];
+  __shared__ float partial[kLoraWarps][kTogether][kRank];
+  __shared__ uint32_t h[kTogether][kRank / 2 + 4];
   const int first = static_cast<int>(blockIdx.x) * lora.span;
   const int last = min(first + lora.span, lora.rows);
-  // From the row before the first to the last that may be of the last run.
-  if (thread < kLoraMostSpan + kLoraRows + 1) {
-    const int row = first - 1 + thread;
+  // From 16 before the first to the last that may be of the last run.
+  if (threadIdx.x < kAround) {
+    const int row = first - kLoraRows + static_cast<int>(threadIdx.x);
     int pair = -2;
     if (row >= 0 && row < lora.rows) {
       pair = lora.pair_of[row];
       if (pair < 0 || pair >= lora.pairs) pair = -1;
-      if (thread > 0) rows[thread - 1] = lora.row_of == nullptr ? row : lora.row_of[row];
+      rows[threadIdx.x] = lora.row_of == nullptr ? row : lora.row_of[row];
     }
-    pairs[thread] = pair;
+    pairs[threadIdx.x] = pair;
   }
   __syncthreads();
+  const auto begins = [&](int row) {
+    const int* const own = pairs + (row - first) + kLoraRows;
+    return own[-1] != own[0] || (row % kLoraRows == 0 && own[-kLoraRows] == own[0]);
+  };
 #pragma unroll 1
   for (int row = first; row < last; ++row) {
-    const int* const own = pairs + (row - first) + 1;
-    if (row % kLoraRows != 0 && own[-1] == own[0]) continue;
-    LoraRun run{own[0], 1, {-1, -1}};
-    const int most = kLoraRows - row % kLoraRows;
-    while (run.count < most && own[run.count] == run.pair) ++run.count;
-    const int64_t* const of_run = rows + (row - first);
-    if (run.pair < 0) {
-      StoreNothing(lora, of_run, run.count);
+    if (!begins(row)) continue;
+    int count = 1;
+    while (row + count < lora.rows && !begins(row + count)) ++count;
+    const int place = row - first + kLoraRows, pair = pairs[place];
+    if (pair < 0) {
+      StoreNothing(lora, rows + place, count);
       continue;
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (g + 8 * i < run.count) run.rows[i] = of_run[g + 8 * i];
+#pragma unroll 1
+    for (int done = 0; done < count; done += kTogether) {
+      MultiplyRun<kX, kRank, kTurned, kTall>(lora, pair, rows + place + done,
+                                             min(count - done, kTogether), partial, h);
     }
-    using Down = LoraDown<kX, kRank, kTurned>;
-    using Up = LoraUp<kX, kRank, kTurned>;
-    Down down(lora, run, warp, lane);
-    down.Run();
-    Up up(lora, run, warp, lane);
-#pragma unroll
-    for (int tile = 0; tile < kRank / 8; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (8 * i >= run.count) break;
-        float* const to = &partial[warp][g + 8 * i][Down::Column(tile, lane)];
-        to[0] = down.sums[tile][2 * i];
-        to[1] = down.sums[tile][2 * i + 1];
-      }
-    }
-    __syncthreads();
-    for (int i = thread; i < run.count * kRank / 2; i += kLoraThreads) {
-      const int of = i / (kRank / 2), column = i % (kRank / 2) * 2;
-      float low = 0.0f, high = 0.0f;
-      const float scale =
-          lora.row_scale == nullptr ? lora.scale : lora.scale * lora.row_scale[of_run[of]];
-#pragma unroll
-      for (int w = 0; w < kLoraWarps; ++w) {
-        low += partial[w][of][column];
-        high += partial[w][of][column + 1];
-      }
-      const uint32_t both = Round2<kX>(scale * low, scale * high);
-      h[of][column / 2] = both;
-      if (lora.h != nullptr) {
-        reinterpret_cast<uint32_t*>(lora.h)[(of_run[of] * kRank + column) / 2] = both;
-      }
-    }
-    __syncthreads();
-    uint32_t of_lane[2][kWords];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        of_lane[i][w] = run.rows[i] < 0 ? 0 : h[g + 8 * i][Up::WordOfH(w, lane)];
-      }
-    }
-    up.Run(of_lane);
   }
 }
 
