@@ -9,27 +9,40 @@
 namespace jgg {
 namespace {
 
-template <DType kX, int kRank, int kTall = 1>
+using Kind = device::LoraKind;
+
+template <DType kX, int kRank, bool kTurned, Kind kKind>
 cudaError_t Launch(cudaStream_t stream, const Lora& lora) {
   const auto blocks = static_cast<unsigned>((lora.rows + lora.span - 1) / lora.span);
-  if (lora.turned) {
-    device::LoraSm80Kernel<kX, kRank, true, kTall>
-        <<<blocks, device::kLoraThreads, 0, stream>>>(lora);
-  } else {
-    device::LoraSm80Kernel<kX, kRank, false, kTall>
-        <<<blocks, device::kLoraThreads, 0, stream>>>(lora);
-  }
+  device::LoraSm80Kernel<kX, kRank, kTurned, kKind>
+      <<<blocks, device::kLoraThreads, 0, stream>>>(lora);
   return cudaGetLastError();
+}
+
+template <DType kX, int kRank>
+cudaError_t LaunchKind(cudaStream_t stream, const Lora& lora) {
+  if constexpr (kRank == 16 || kRank == 32) {
+    if (rules::LoraIsTall(lora.rows, lora.pairs)) {
+      return lora.turned ? Launch<kX, kRank, true, Kind::kTall>(stream, lora)
+                         : Launch<kX, kRank, false, Kind::kTall>(stream, lora);
+    }
+  }
+  if (lora.turned) return Launch<kX, kRank, true, Kind::kShort>(stream, lora);
+  if constexpr (kRank > 8) {
+    if (rules::LoraIsDeep(lora.rows, lora.pairs)) {
+      return Launch<kX, kRank, false, Kind::kDeep>(stream, lora);
+    }
+  }
+  return Launch<kX, kRank, false, Kind::kShort>(stream, lora);
 }
 
 template <DType kX>
 cudaError_t LaunchOf(cudaStream_t stream, const Lora& lora) {
-  const bool tall = rules::LoraIsTall(lora.rows, lora.pairs);
   switch (lora.rank) {
-    case 8: return Launch<kX, 8>(stream, lora);
-    case 16: return tall ? Launch<kX, 16, 2>(stream, lora) : Launch<kX, 16>(stream, lora);
-    case 32: return tall ? Launch<kX, 32, 2>(stream, lora) : Launch<kX, 32>(stream, lora);
-    case 64: return Launch<kX, 64>(stream, lora);
+    case 8: return LaunchKind<kX, 8>(stream, lora);
+    case 16: return LaunchKind<kX, 16>(stream, lora);
+    case 32: return LaunchKind<kX, 32>(stream, lora);
+    case 64: return LaunchKind<kX, 64>(stream, lora);
     default: return cudaErrorInvalidValue;
   }
 }

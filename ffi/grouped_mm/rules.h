@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/processors.h"
 #include "common/rules.h"
 
 namespace jgg::rules {
@@ -121,6 +122,11 @@ inline Reason LoraProblem(int64_t rank, int64_t k, int64_t n) {
 
 // Whether the kernel takes 32 rows of a pair together, not 16.
 constexpr bool LoraIsTall(int64_t rows, int64_t pairs) { return rows >= 8 * pairs; }
+
+// Whether there are no more runs of rows than an H200 has multiprocessors.
+inline bool LoraIsDeep(int64_t rows, int64_t pairs) {
+  return std::min(rows, pairs) <= kH200Processors;
+}
 
 // Rows of a block: one, until there are more blocks than a GPU holds at a time.
 inline int LoraSpan(int64_t rows) {

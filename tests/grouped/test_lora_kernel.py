@@ -12,7 +12,8 @@ from host_program import DTYPES, pointer
 
 pytestmark = host_program.needs_compiler
 POINTERS = ("x", "a", "b", "pair_of", "row_of", "row_scale", "existing", "out", "h")
-NUMBERS = ("rows", "k", "n", "rank", "pairs", "span", "half", "turned", "tall")
+NUMBERS = ("rows", "k", "n", "rank", "pairs", "span", "half", "turned", "kind")
+KINDS = ("short", "tall", "deep")  # LoraKind
 
 
 class Problem(ctypes.Structure):
@@ -34,7 +35,7 @@ def operands(rng, dtype, rows, pairs, rank, k, n):
 
 
 def run(program, x, a, b, pair, *, order=None, row_scale=None, existing=None, in_place=False,
-        scale=1.0, span=1, turned=False, tall=False):  # fmt: skip
+        scale=1.0, span=1, turned=False, kind="short"):  # fmt: skip
     """The result and h; ``pair`` is of the rows in their ``order``."""
     (rows, k), (pairs, rank, _), n = x.shape, a.shape, b.shape[1]
     as_int = lambda v: None if v is None else np.array(v, np.int32)
@@ -51,7 +52,7 @@ def run(program, x, a, b, pair, *, order=None, row_scale=None, existing=None, in
         "row_scale": None if row_scale is None else np.array(row_scale, np.float32),
     }  # fmt: skip
     half = x.dtype == np.float16
-    numbers = rows, k, n, rank, pairs, span, half, turned, tall
+    numbers = rows, k, n, rank, pairs, span, half, turned, KINDS.index(kind)
     problem = Problem(*(pointer(arrays[p]) for p in POINTERS), *map(int, numbers), scale)
     program.lora_kernel(ctypes.byref(problem))
     assert (out[rows * n * 2 :] == 0xAB).all()
@@ -83,23 +84,23 @@ def check(got, want, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rank", "k", "n", "span", "tall"),
+    ("dtype", "rank", "k", "n", "span", "kind"),
     [
-        ("bfloat16", 8, 72, 40, 1, False),
-        ("float16", 16, 32 * 25, 32 * 19, 3, False),
-        ("bfloat16", 16, 8, 8, 16, True),
-        ("float16", 32, 328, 296, 2, True),
-        ("bfloat16", 64, 296, 328, 5, False),
+        ("bfloat16", 8, 72, 40, 1, "short"),
+        ("float16", 16, 32 * 25, 32 * 19, 3, "deep"),
+        ("bfloat16", 16, 8, 8, 16, "tall"),
+        ("float16", 32, 328, 296, 2, "tall"),
+        ("bfloat16", 64, 296, 328, 5, "deep"),
     ],
 )
-def test_values(program, rng, dtype, rank, k, n, span, tall):
+def test_values(program, rng, dtype, rank, k, n, span, kind):
     """Runs of one row, of more than a block has, and across multiples of 16; of 10, 21 and 50 rows
     of a pair; pairs outside, alone and several together; rows by list; factors stored either way;
     neither k nor n are whole steps of all warps."""
     pair = [0, 0, 9, -1, 2, 1, *[3] * 21, 5, -7, 2**30, 4, 4, *[2] * 10, *[0] * 50, 2]
     rows = len(pair)
     x, a, b = operands(rng, dtype, rows, 5, rank, k, n)
-    of = {"span": span, "tall": tall}
+    of = {"span": span, "kind": kind}
     check(run(program, x, a, b, pair, **of), wanted(x, a, b, pair), dtype)
     order = rng.permutation(rows)
     options = {

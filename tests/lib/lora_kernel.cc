@@ -9,18 +9,31 @@ using namespace jgg;
 
 namespace {
 
-template <DType kX, bool kTurned, int kTall>
-void Run(const Lora& lora) {
-  using namespace device;
+template <DType kX, int kRank, bool kTurned, device::LoraKind kKind>
+void RunKind(const Lora& lora) {
   const auto blocks = static_cast<unsigned>((lora.rows + lora.span - 1) / lora.span);
-  RunBlocks({blocks, 1}, kLoraThreads, [&] {
-    switch (lora.rank) {
-      case 8: return LoraSm80Kernel<kX, 8, kTurned, 1>(lora);
-      case 16: return LoraSm80Kernel<kX, 16, kTurned, kTall>(lora);
-      case 32: return LoraSm80Kernel<kX, 32, kTurned, kTall>(lora);
-      default: return LoraSm80Kernel<kX, 64, kTurned, 1>(lora);
+  RunBlocks({blocks, 1}, device::kLoraThreads,
+            [&] { device::LoraSm80Kernel<kX, kRank, kTurned, kKind>(lora); });
+}
+
+template <DType kX, bool kTurned>
+void Run(const Lora& lora, device::LoraKind kind) {
+  using device::LoraKind;
+  const auto run = [&](auto rank) {
+    if constexpr (rank.value == 16 || rank.value == 32) {
+      if (kind == LoraKind::kTall) return RunKind<kX, rank.value, kTurned, LoraKind::kTall>(lora);
     }
-  });
+    if constexpr (rank.value > 8 && !kTurned) {
+      if (kind == LoraKind::kDeep) return RunKind<kX, rank.value, kTurned, LoraKind::kDeep>(lora);
+    }
+    RunKind<kX, rank.value, kTurned, LoraKind::kShort>(lora);
+  };
+  switch (lora.rank) {
+    case 8: return run(std::integral_constant<int, 8>{});
+    case 16: return run(std::integral_constant<int, 16>{});
+    case 32: return run(std::integral_constant<int, 32>{});
+    default: return run(std::integral_constant<int, 64>{});
+  }
 }
 
 }  // namespace
@@ -31,7 +44,7 @@ struct Problem {
   const float* row_scale;
   const char* existing;
   char *out, *h;
-  int32_t rows, k, n, rank, pairs, span, half, turned, tall;
+  int32_t rows, k, n, rank, pairs, span, half, turned, kind;
   float scale;
 };
 
@@ -59,10 +72,8 @@ extern "C" void lora_kernel(const Problem* problem) {
                    {p.a, pairs * p.rank * p.k * 2},
                    {p.b, pairs * p.n * p.rank * 2}});
   const auto run = [&](auto dtype) {
-    const auto tall = [&](auto turned) {
-      p.tall ? Run<dtype.value, turned.value, 2>(lora) : Run<dtype.value, turned.value, 1>(lora);
-    };
-    p.turned ? tall(std::true_type{}) : tall(std::false_type{});
+    const auto kind = static_cast<device::LoraKind>(p.kind);
+    p.turned ? Run<dtype.value, true>(lora, kind) : Run<dtype.value, false>(lora, kind);
   };
   if (p.half) {
     run(std::integral_constant<DType, DType::kF16>{});

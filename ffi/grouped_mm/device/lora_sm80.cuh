@@ -78,15 +78,25 @@ __device__ inline void LoadExisting(const char* from, bool there, uint32_t (&to)
   to[0] = line.x, to[1] = line.y, to[2] = line.z, to[3] = line.w;
 }
 
-// Steps of which a warp has the operands.
-template <int kRank, int kTall>
-constexpr int kLoraAhead = kTall * kRank <= 16   ? 3
-                           : kTall * kRank <= 32 ? 2
-                                                 : 1;
-template <int kRank, int kTall>
-constexpr int kLoraAheadOut = kTall * kRank <= 8    ? 3
-                              : kTall * kRank <= 16 ? 2
-                                                    : 1;
+// What a kernel is made for.
+enum class LoraKind {
+  kShort,  // runs of few rows: 16 are multiplied together
+  kTall,   // of many: 32
+  kDeep    // few runs: a processor has one block, of which more steps are under way
+};
+constexpr int Tiles(LoraKind kind) { return kind == LoraKind::kTall ? 2 : 1; }
+
+// Steps of which a warp has the operands: of x and a, and of b.
+constexpr int StepsOfA(int rank, LoraKind kind) {
+  if (kind == LoraKind::kDeep) return rank <= 16 ? 8 : rank == 32 ? 5 : 3;
+  const int tall = rank * Tiles(kind);
+  return tall <= 16 ? 3 : tall <= 32 ? 2 : 1;
+}
+constexpr int StepsOfB(int rank, LoraKind kind) {
+  if (kind == LoraKind::kDeep) return rank <= 16 ? 6 : rank == 32 ? 4 : 3;
+  const int tall = rank * Tiles(kind);
+  return tall <= 8 ? 3 : tall <= 16 ? 2 : 1;
+}
 
 // A warp's step of a factor whose lines are of k, or of n: (rank, length).
 template <int kRank>
@@ -128,9 +138,9 @@ struct LoraShort {
 };
 
 // x @ a^T of a run: the sums over the k of this warp. With kTurned a is (k, rank), and no ^T.
-template <DType kX, int kRank, bool kTurned, int kTall>
+template <DType kX, int kRank, bool kTurned, LoraKind kKind>
 struct LoraDown {
-  static constexpr int kTiles = kRank / 8, kAhead = kLoraAhead<kRank, kTall>;
+  static constexpr int kTiles = kRank / 8, kTall = Tiles(kKind), kAhead = StepsOfA(kRank, kKind);
   using Factor = std::conditional_t<kTurned, LoraShort<kRank>, LoraLong<kRank>>;
 
   const char* a;
@@ -216,9 +226,9 @@ struct LoraDown {
 };
 
 // existing + h @ b^T of a run: the columns of this warp. With kTurned b is (rank, n), and no ^T.
-template <DType kX, int kRank, bool kTurned, int kTall>
+template <DType kX, int kRank, bool kTurned, LoraKind kKind>
 struct LoraUp {
-  static constexpr int kWords = kRank / 8, kAhead = kLoraAheadOut<kRank, kTall>;
+  static constexpr int kWords = kRank / 8, kTall = Tiles(kKind), kAhead = StepsOfB(kRank, kKind);
   using Factor = std::conditional_t<kTurned, LoraLong<kRank>, LoraShort<kRank>>;
 
   const char* b;
@@ -346,12 +356,13 @@ __device__ inline void StoreNothing(const Lora& lora, const int64_t* rows, int c
 }
 
 // A run of a block: rows of one pair, whose products and results are its own.
-template <DType kX, int kRank, bool kTurned, int kTall>
+template <DType kX, int kRank, bool kTurned, LoraKind kKind>
 __device__ void MultiplyRun(const Lora& lora, int pair, const int64_t* rows, int count,
-                            float (&partial)[kLoraWarps][kLoraRows * kTall][kRank],
-                            uint32_t (&h)[kLoraRows * kTall][kRank / 2 + 4]) {
-  using Down = LoraDown<kX, kRank, kTurned, kTall>;
-  using Up = LoraUp<kX, kRank, kTurned, kTall>;
+                            float (&partial)[kLoraWarps][kLoraRows * Tiles(kKind)][kRank],
+                            uint32_t (&h)[kLoraRows * Tiles(kKind)][kRank / 2 + 4]) {
+  constexpr int kTall = Tiles(kKind);
+  using Down = LoraDown<kX, kRank, kTurned, kKind>;
+  using Up = LoraUp<kX, kRank, kTurned, kKind>;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4;
   LoraRun<kTall> run{pair, {}};
 #pragma unroll
@@ -400,12 +411,11 @@ __device__ void MultiplyRun(const Lora& lora, int pair, const int64_t* rows, int
   up.Run(of_lane);
 }
 
-// kTall: of 16 rows so many are multiplied by a factor that is read once.
-template <DType kX, int kRank, bool kTurned, int kTall>
-__global__ void __launch_bounds__(kLoraThreads, 2)
+template <DType kX, int kRank, bool kTurned, LoraKind kKind>
+__global__ void __launch_bounds__(kLoraThreads, kKind == LoraKind::kDeep ? 1 : 2)
     LoraSm80Kernel(const __grid_constant__ Lora lora) {
   constexpr int kAround = kLoraRows + kLoraMostSpan + 2 * kLoraRows;  // rows that a block looks at
-  constexpr int kTogether = kLoraRows * kTall;
+  constexpr int kTogether = kLoraRows * Tiles(kKind);
   __shared__ int pairs[kAround];
   __shared__ int64_t rows[kAround];
   __shared__ float partial[kLoraWarps][kTogether][kRank];
@@ -440,7 +450,7 @@ __global__ void __launch_bounds__(kLoraThreads, 2)
     }
 #pragma unroll 1
     for (int done = 0; done < count; done += kTogether) {
-      MultiplyRun<kX, kRank, kTurned, kTall>(lora, pair, rows + place + done,
+      MultiplyRun<kX, kRank, kTurned, kKind>(lora, pair, rows + place + done,
                                              min(count - done, kTogether), partial, h);
     }
   }
