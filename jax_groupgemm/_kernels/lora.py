@@ -6,7 +6,7 @@ from . import extension
 from .problems import HALVES, Lora
 
 # Rows for each pair of factors from which tiles of two grouped products are faster.
-MOST_ROWS = 32
+MOST_ROWS = 64
 # Rows from which they are put in order of their pairs first: fewer are multiplied as they come.
 SORT_FROM_ROWS = 2048
 
