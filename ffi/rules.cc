@@ -290,6 +290,8 @@ void DefineRules(nb::module_& m) {
   m.def("activation_backward_problem", &rules::ActivationBackwardProblem, nb::kw_only(),
         "columns"_a,
         "Why the kernel of an activation's backward pass cannot take so many columns.");
+  m.def("lora_problem", &rules::LoraProblem, nb::kw_only(), "rank"_a, "k"_a, "n"_a,
+        "Why the kernel of products of low rank cannot take factors of these sizes.");
   m.def("qmm_packed_problem", &rules::QmmPackedProblem, nb::kw_only(), "n"_a, "gated"_a,
         "Why the Hopper kernel cannot take a product with a prepacked weight of n columns.");
   m.def("nvfp4_mm_sm100_problem", &Nvfp4MmSm100Problem, nb::kw_only(), "k"_a, "n"_a, "out_bytes"_a,

@@ -14,6 +14,7 @@ from ._fp8.state import FP8State as FP8State
 from ._grouped.check_sizes import check_sizes as check_sizes
 from ._grouped.gather_mm import gather_mm as gather_mm
 from ._grouped.grouped_mm import grouped_mm as grouped_mm
+from ._grouped.lora_mm import lora_mm as lora_mm
 from ._grouped.ragged_dot import ragged_dot as ragged_dot
 from ._grouped.ragged_dot import ragged_dot_general as ragged_dot_general
 from ._grouped.replace import replace_ragged_dot as replace_ragged_dot
@@ -61,6 +62,7 @@ __all__ = [
     "gather_qmm",
     "grouped_mm",
     "grouped_qmm",
+    "lora_mm",
     "moe_mlp",
     "nvfp4_grouped_linear",
     "nvfp4_grouped_mm",

@@ -89,6 +89,19 @@ def test_gather_mm():
     assert jgg.cost.gather_mm(shape(4, 1, K), b, None, index).flops == 3 * 2 * K * N
 
 
+def test_lora_mm():
+    """Pairs that no row has are not read, nor are rows of no pair."""
+    a, b, adapter, expert = shape(4, 2, 5, K), shape(4, 2, N, 5), *[shape(T, dtype="int32")] * 2
+    pair = 4 * 5 * (K + N)
+    cost = jgg.cost.lora_mm(X, a, b, adapter, expert)
+    assert cost == Cost(2 * T * 5 * (K + N), 4 * T * (K + N) + 8 * pair + 4 * T)
+    of = lambda adapter: jgg.lora_mm(X0, A0, B0, adapter, existing_out=jnp.ones((T, N)))
+    A0, B0 = jnp.ones((4, 5, K)), jnp.ones((4, N, 5))
+    known = np.array([3, 3, -1, 0, 4, *[0] * 11])
+    some = Cost(2 * 14 * 5 * (K + N), 4 * (14 * K + 2 * T * N) + 2 * pair + 4 * T)
+    assert jgg.cost.of(lambda: of(known)) == some
+
+
 def test_ragged_dot():
     assert jgg.cost.ragged_dot(X, W, SIZES) == jgg.cost.grouped_mm(X, W, SIZES)
     numbers = functools.partial(jax.lax.RaggedDotDimensionNumbers, lhs_ragged_dimensions=[0])
@@ -278,6 +291,7 @@ def test_every_operation_costs_something():
         "fp8_grouped_mm": (x8, q8, sizes), "fp8_grouped_wgrad": (rows8, rows8, sizes),
         "fp8_grouped_linear": (x, w, sizes),
         "moe_mlp": (x, shape(G, 128, 256), w, pairs, shape(128, 2)),
+        "lora_mm": (x, shape(G, 8, 128), shape(G, 128, 8), shape(128, dtype="int32")),
     }  # fmt: skip
     others = {
         "quantize": (w,), "dequantize": (q,), "prepack": (q,), "nvfp4_quantize": (x,),

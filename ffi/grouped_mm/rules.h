@@ -2,6 +2,11 @@
 // common/rules.h.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "common/processors.h"
 #include "common/rules.h"
 
 namespace jgg::rules {
@@ -104,6 +109,28 @@ inline Reason WgradSm100Problem(const WgradShape& wgrad) {
 // The backward pass of an activation, of d (T, columns), in pieces of 16 bytes.
 inline Reason ActivationBackwardProblem(int64_t columns) {
   return NeedsMultiple("columns", 8, columns);
+}
+
+// A product of low rank for each row: device/lora_sm80.cuh.
+inline Reason LoraProblem(int64_t rank, int64_t k, int64_t n) {
+  if (rank != 8 && rank != 16 && rank != 32 && rank != 64) {
+    return "needs rank 8, 16, 32 or 64, got " + std::to_string(rank);
+  }
+  if (auto reason = NeedsMultiple("K", 8, k)) return reason;
+  return NeedsMultiple("N", 8, n);
+}
+
+// Whether the kernel takes 32 rows of a pair together, not 16.
+constexpr bool LoraIsTall(int64_t rows, int64_t pairs) { return rows >= 8 * pairs; }
+
+// Whether there are no more runs of rows than an H200 has multiprocessors.
+inline bool LoraIsDeep(int64_t rows, int64_t pairs) {
+  return std::min(rows, pairs) <= kH200Processors;
+}
+
+// Rows of a block: one, until there are more blocks than a GPU holds at a time.
+inline int LoraSpan(int64_t rows) {
+  return static_cast<int>(std::clamp<int64_t>(rows / 1024, 1, 16));
 }
 
 }  // namespace jgg::rules

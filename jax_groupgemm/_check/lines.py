@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import conversions, layer, narrow, products, quantized
+from . import conversions, layer, lora, narrow, products, quantized
 from .device import Device
 from .line import Line
 
@@ -17,6 +17,7 @@ def lines(device: Device) -> list[Line]:
     found = [
         *products.lines(),
         *(products.lines(generic) if generic else ()),
+        *lora.lines(),
         *quantized.lines(packs),
         *(quantized.lines(False, generic) if generic else ()),
         *narrow.lines(),

@@ -103,8 +103,8 @@ def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, 
     """
     *batch_w, n = batch_n
     m = a.shape[-2]
-    lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
-    rhs = _indices(op, "rhs_indices", rhs_indices, tuple(batch_w))
+    lhs = indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
+    rhs = indices(op, "rhs_indices", rhs_indices, tuple(batch_w))
     try:
         batch = jnp.broadcast_shapes(lhs.shape, rhs.shape)
     except ValueError as error:
@@ -179,19 +179,22 @@ def _by_matrix(x, w, lhs, rhs, product: Mm, of: fused.Fused, *, ordered: bool):
         order, place = fused.order(rhs)
         lhs = lhs[order]
     # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
-    if (
-        rhs.size * matrices <= choose.COMPARE_UP_TO**2
-    ):  # a sum is less than the launches of a scatter
-        group = lax.iota(jnp.int32, matrices + 1) - 1
-        counts = (rhs[None] == group[:, None]).sum(1, dtype=jnp.int32)
-    else:
-        counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)[:-1]
-    metadata = segments.sizes(counts * m, jnp.int32(1))
+    metadata = segments.sizes(counts(rhs, matrices) * m, jnp.int32(1))
     lists = fused.Lists(lhs, order, place)
     return of(x, w, metadata, product, lists=lists, fused=of.takes_lists(x, w, product))
 
 
-def _indices(op: str, name: str, indices, batch) -> jax.Array:
+def counts(rhs, matrices: int) -> jax.Array:
+    """How many indices, from -1 to ``matrices``, are -1, 0, 1, ...: (matrices + 1,)."""
+    if (
+        rhs.size * matrices <= choose.COMPARE_UP_TO**2
+    ):  # a sum is less than the launches of a scatter
+        group = lax.iota(jnp.int32, matrices + 1) - 1
+        return (rhs[None] == group[:, None]).sum(1, dtype=jnp.int32)
+    return jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)[:-1]
+
+
+def indices(op: str, name: str, indices, batch) -> jax.Array:
     count = math.prod(batch)
     if indices is None:
         return lax.iota(jnp.int32, count).reshape(batch)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from . import dense, extension, fp8, lists, proven, rows
+from . import dense, extension, fp8, lists, lora, proven, rows
 from .kernel import PLATFORMS, Kernel, Plan, noted
 from .problems import FLOATS, Mm, Nvfp4, Problem, Qmm, Wgrad
 
@@ -443,6 +443,13 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm89", "jgg_fp8_grouped_wgrad_sm89", fp8.wgrad_sm89, pays=fp8.pays_sm89,
             needs="e4m3, dy also e5m2, blocks of 128 rows",
+        ),
+    ),
+    "lora_mm": (
+        Kernel(
+            "sm80", "jgg_lora_mm", lora.can, pays=lora.pays, unseen=True,
+            needs="bfloat16, float16; rank 8, 16, 32 or 64, K % 8 == 0, N % 8 == 0; few rows of a "
+            "pair",
         ),
     ),
     # The kernel of "mm" where tokens come by list, with the activation's derivative.

@@ -25,6 +25,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_wgrad": ("cpu", "cuda"),
     "jgg_planes": ("cuda",),
     "jgg_activation_backward": ("cuda",),
+    "jgg_lora_mm": ("cuda",),
     "jgg_qmm": ("cpu", "cuda"),
     "jgg_qmm_fp8": ("cpu", "cuda"),
     "jgg_qmm_packed": ("cuda",),

@@ -87,6 +87,18 @@ class Mm(Fused):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora(Problem):
+    """``lora_mm`` of ``rows``: each meets one of ``pairs`` of factors, (rank, k) and (n, rank). The
+    dtypes are those of x, of both factors and of an existing result."""
+
+    rows: int
+    pairs: int
+    rank: int
+    k: int
+    n: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Wgrad(Problem):
     """``groups`` of ``(a, rows) x (rows, b)``."""
 

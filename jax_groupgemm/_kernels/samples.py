@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import choose
-from .problems import Conversion, Fp8, Fp8Conversion, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
+from .problems import Conversion, Fp8, Fp8Conversion, Lora, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,13 @@ def _sample_wgrad(platform: str, dtype: str) -> Wgrad:
     return Wgrad(
         op="wgrad", platform=platform, dtypes=(dtype, dtype), out_dtype=dtype, operand_dtype=dtype,
         rows=4096, groups=8, a=2048, b=2048, kind="sizes", segments=8, elements=2**24,
+    )  # fmt: skip
+
+
+def _sample_lora(platform: str, dtype: str) -> Lora:
+    return Lora(
+        op="lora_mm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=1024, pairs=1024,
+        rank=16, k=2048, n=2048,
     )  # fmt: skip
 
 
@@ -105,6 +112,7 @@ SAMPLES: dict[str, Sample] = {
         Sample(_sample_mm, (*choose.FLOATS, "float64")),
     ),
     "segmented_mm": Sample(_sample_wgrad, (*choose.FLOATS, "float64")),
+    "lora_mm": Sample(_sample_lora, otherwise="composed"),
     **dict.fromkeys(("grouped_qmm", "gather_qmm", "quantized_matmul"), Sample(_sample_qmm)),
     "nvfp4_grouped_mm": Sample(_NVFP4_MM, otherwise="composed"),
     "nvfp4_grouped_wgrad": Sample(

@@ -16,6 +16,7 @@ POLICY = jgg.checkpoint_policies.grouped_products_saveable
 SIZES = jnp.array([3, 5])
 X = jnp.ones((8, 64))
 WEIGHTS = jnp.ones((2, 64, 64)), jnp.ones((2, 64, 64))
+LOW_RANK = jnp.ones((2, 8, 64)), jnp.ones((2, 64, 8))
 
 
 @pytest.fixture(params=[False, True], ids=["", "remat3"], autouse=True)
@@ -134,6 +135,10 @@ def test_with_a_policy_of_jax():
             lambda x: jnp.sin(jgg.gather_mm(x[:, None], WEIGHTS[0], None, jnp.arange(8) % 2)).sum(),
         ),
         ("jgg_mm", lambda x: jnp.sin(jgg.ragged_dot(x, WEIGHTS[0], SIZES)).sum()),
+        (
+            "jgg_lora_mm_kept",
+            lambda x: jnp.sin(jgg.lora_mm(x, *LOW_RANK, jnp.arange(8) % 2)).sum(),
+        ),
         ("jgg_wgrad", lambda x: jnp.sin(jgg.segmented_mm(x.T, x, [[0, 8]])).sum()),
         (
             "jgg_nvfp4_grouped_mm",
@@ -150,6 +155,7 @@ def test_other_operations(name, f):
 def test_every_primitive_is_a_product_or_a_conversion():
     products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts", "router"}
     products |= {"fused_mm_preactivation", "fused_qmm_preactivation"}
+    products |= {"lora_mm", "lora_mm_kept"}
     products |= {"adapted_qmm", "qmm_beside", "fp8_grouped_wgrad_of_matrices"}
     products |= {f"experts_{name}" for name in ("up", "up_alone", "down", "rows", "weight")}
     products |= {f"experts_{name}" for name in ("forward", "backward")}

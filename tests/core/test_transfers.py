@@ -22,15 +22,16 @@ SEGMENTS, KEY = jnp.array([[0, 3], [2, 8]]), jax.random.key(0)
 X, W = floats(8, 64), floats(2, 64, 32)
 NUMBERS = jax.lax.RaggedDotDimensionNumbers((([1, 2], [1, 2]), ([0], [0])), [2], [])
 NAMES = (
-    "grouped_mm", "options", "segmented_mm", "gather_mm", "sorted", "ragged_dot",
+    "grouped_mm", "options", "segmented_mm", "gather_mm", "sorted", "lora_mm", "ragged_dot",
     "ragged_dot_general", "grouped_qmm", "gather_qmm", "quantized_matmul", "dequantize", "quantize",
     "prepack", "nvfp4_quantize", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "nvfp4_grouped_linear",
     "fp8_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts", "fp8_experts",
 )  # fmt: skip
 # Before 0.12 JAX's own derivative of a slice and its like brings a zero to the device.
 NOT_BEFORE_0_12 = (
-    "options", "gather_mm", "sorted", "gather_qmm", "quantized_matmul", "nvfp4_grouped_mm",
-    "nvfp4_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts", "fp8_experts",
+    "options", "gather_mm", "sorted", "lora_mm", "gather_qmm", "quantized_matmul",
+    "nvfp4_grouped_mm", "nvfp4_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts",
+    "fp8_experts",
 )  # fmt: skip
 
 
@@ -62,6 +63,10 @@ def cases():
         "gather_mm": (lambda x, w: jgg.gather_mm(x, w, INDEX, INDEX), X[:, None], W),
         "sorted": (
             lambda x, w: jgg.gather_mm(x, w, INDEX, SORTED, sorted_indices=True), X[:, None], W
+        ),
+        "lora_mm": (
+            lambda x, a, b, s: jgg.lora_mm(x, a, b, INDEX, row_scale=s), floats(4, 64),
+            floats(2, 8, 64), floats(2, 32, 8), floats(4),
         ),
         "ragged_dot": (lambda x, w: jgg.ragged_dot(x, w, SIZES), X, W),
         "ragged_dot_general": (

@@ -43,6 +43,10 @@ def gathered(a, b, index):
     return jgg.gather_mm(a, b, None, index)
 
 
+def low_rank(x, w, index):
+    return jgg.lora_mm(x, w, w.swapaxes(1, 2)[:, :3], index, row_scale=x[:, 0])
+
+
 def full_epilogue(x, w, sizes):
     return jgg.grouped_mm(
         x, w, sizes, bias=w[:, 0], activation="swiglu", row_scale=x[:, 0], existing_out=x[:, :2]
@@ -58,6 +62,7 @@ CASES = {
     "segmented_mm transposed": (segmented_transposed, (12, 5), (4, 12), SPANS),
     "gather_mm": (gathered, (4, 1, 5), (3, 5, 4), INDICES),
     "gather_mm tall": (gathered, (4, 40, 5), (3, 5, 4), INDICES),
+    "lora_mm epilogue": (low_rank, (4, 5), (3, 4, 5), INDICES),
     "ragged_dot": (jgg.ragged_dot, (16, 5), (3, 5, 4), SIZES),
 }  # fmt: skip
 AXES = [axes for axes in itertools.product([None, 0], repeat=3) if any(a is not None for a in axes)]

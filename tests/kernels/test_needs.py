@@ -190,6 +190,13 @@ NEEDS = [
         "D and F up to 6144": {"f": 6152},
         "more with less than 8 tokens and k": {"d": 49160, "pairs": 8},
     }),
+    ("jgg_lora_mm sm80", sample("lora_mm"), {
+        "bfloat16, float16": {"dtypes": (F32,) * 3},
+        "rank 8, 16, 32 or 64": {"rank": 24},
+        "K % 8 == 0": {"k": 2052},
+        "N % 8 == 0": {"n": 2052},
+        "few rows of a pair": {"rows": 2**16},
+    }),
     ("jgg_fp8_quantize sm80", QUANTIZE, {
         "blocks of 128 or 128 x 128": {"block": (1, 64)},
         "C % 8 == 0": {"columns": 2052},

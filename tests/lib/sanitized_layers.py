@@ -123,6 +123,19 @@ def few_dense(rng):
             jax.block_until_ready(jax.jit(f)(of(tokens, d), up, down, index, weight))
 
 
+def lora(rng):
+    """Rows as they come and sorted, ranks and lines that are no whole steps, rows of no pair."""
+    for dtype, rank in (("bfloat16", 8), ("float16", 16), ("bfloat16", 32), ("float16", 64)):
+        for rows, k, n in ((37, 328, 296), (2500, 72, 40)):
+            of = lambda *shape, dtype=dtype: oracle.random(rng, shape, dtype)
+            adapter, expert = (
+                jnp.asarray(rng.integers(-1, most, rows), jnp.int32) for most in (4, 31)
+            )
+            f = functools.partial(jgg.lora_mm, existing_out=of(rows, n))
+            a, b = of(3, 30, rank, k), of(3, 30, n, rank)
+            jax.block_until_ready(jax.jit(f)(of(rows, k), a, b, adapter, expert))
+
+
 def fp8_weights(rng):
     """As they are stored: matrices without rows are not packed, and not read."""
     w = oracle.random_quantized(rng, (3, 192, 640), "fp8")

@@ -47,6 +47,12 @@ def calls():
             "a": X[:, None], "b": W, "lhs_indices": S, "rhs_indices": S, "sorted_indices": False,
             "precision": None, **NAMED,
         },
+        "lora_mm": {
+            "x": X, "a": jnp.ones((3, 2, 4, 64)), "b": jnp.ones((3, 2, 8, 4)),
+            "adapter": INDEX[:, 0], "expert": INDEX[:, 1], "scale": 0.5, "row_scale": jnp.ones(16),
+            "existing_out": jnp.ones((16, 8)), "sorted_rows": False, "precision": None,
+            "implementation": None,
+        },
         "ragged_dot": {
             "lhs": X, "rhs": W, "group_sizes": S, "precision": None, "preferred_element_type": None,
             "group_offset": None, "out_sharding": None,
