@@ -27,6 +27,25 @@ JGG_FP8_PRODUCT(96)
 JGG_FP8_PRODUCT(128)
 #undef JGG_FP8_PRODUCT
 
+// The same of operands of which one may be e5m2.
+template <int kN, bool kAE5M2, bool kBE5M2>
+struct Fp8MixedProduct;
+
+#define JGG_FP8_MIXED_PRODUCT(N)                                                                   \
+  template <>                                                                                      \
+  struct Fp8MixedProduct<N, false, false> : Fp8Product<N> {};                                      \
+  template <>                                                                                      \
+  struct Fp8MixedProduct<N, true, false> : cute::SM90::GMMA::MMA_64x##N##x32_F32E5M2E4M3_SS_TN<> { \
+  };                                                                                               \
+  template <>                                                                                      \
+  struct Fp8MixedProduct<N, false, true> : cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E5M2_SS_TN<> { \
+  };
+JGG_FP8_MIXED_PRODUCT(32)
+JGG_FP8_MIXED_PRODUCT(64)
+JGG_FP8_MIXED_PRODUCT(96)
+JGG_FP8_MIXED_PRODUCT(128)
+#undef JGG_FP8_MIXED_PRODUCT
+
 // The scales of rows, 64 by 64, as threads read them (see kStagedRows in gemm_sm90.h).
 template <int kRows>
 struct StagedScales {
@@ -205,6 +224,80 @@ struct Fp8RowProducts {
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[block][i] += part[i] * (i % 4 < 2 ? upper : lower);
       }
+      __syncwarp();
+      Release<Config>(memory, here.index);
+      here.Next();
+    }
+    at = here;
+  }
+};
+
+// The sums of all k, as tensor cores add them up, times the scales of both matrices. Sums lie as in
+// Fp8Products.
+template <typename Config>
+struct Fp8FastProducts {
+  using Memory = typename Config::SharedMemory;
+  static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
+  using Sums = float[kBlocks][kRows / 2];
+
+  __device__ __forceinline__ static void MultiplyTile(const MatrixScales& scales, Memory& memory,
+                                                      const Work& work, int group,
+                                                      Place<Config::kStages>& at, Sums& sums) {
+    const bool exists = work.slices > 0;  // else sums are zeros, whatever the scales are
+    const int matrix = exists && !Config::kRaggedK ? work.weight : 0;
+    float l, r;
+    // Volatile: read before the products, not behind them.
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(l) : "l"(scales.l));
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(r) : "l"(scales.r + matrix));
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (float& sum : sums[block]) sum = 0.0f;
+    }
+    if (work.rows > 96) {
+      MultiplySlices<128>(memory, work, group, at, sums);
+    } else if (work.rows > 64) {
+      MultiplySlices<96>(memory, work, group, at, sums);
+    } else if (work.rows > 32) {
+      MultiplySlices<64>(memory, work, group, at, sums);
+    } else {
+      MultiplySlices<32>(memory, work, group, at, sums);
+    }
+    const float scale = exists ? l * r : 0.0f;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (float& sum : sums[block]) sum *= scale;
+    }
+  }
+
+ private:
+  template <int kN>
+  __device__ __forceinline__ static void MultiplySlices(Memory& memory, const Work& work, int group,
+                                                        Place<Config::kStages>& at, Sums& sums) {
+    using Instruction = Fp8MixedProduct<kN, Config::kRE5M2, Config::kLE5M2>;
+    const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
+    const uint32_t r_first =
+        TileDescriptor(Uniform(SharedAddress(memory.r) + group * kBlocks * 64 * 128), 64 * 128);
+    const int slices = Uniform(work.slices);
+    Place<Config::kStages> here{Uniform(at.index), Uniform(at.parity)};
+#pragma unroll 1
+    for (int turn = 0; turn < slices; ++turn) {
+      Wait(&memory.full[here.index], here.parity);
+      const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
+      WarpgroupArrive();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          Multiply<Instruction>(r_tile + ((block * 64 * 128 + step * 32) >> 4),
+                                l_tile + ((step * 32) >> 4), sums[block], true,
+                                std::make_index_sequence<kN / 2>{});
+        }
+      }
+      WarpgroupCommit();
+      WarpgroupWait<0>();
       __syncwarp();
       Release<Config>(memory, here.index);
       here.Next();
