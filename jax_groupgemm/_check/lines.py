@@ -20,6 +20,7 @@ def lines(device: Device) -> list[Line]:
         *lora.lines(),
         *quantized.lines(packs),
         *(quantized.lines(False, generic) if generic else ()),
+        *(quantized.packed_lines("sm80" if packs else None) if device.platform == "cuda" else ()),
         *narrow.lines(),
         *conversions.lines(packs),
         *layer.lines(packs),
