@@ -4,7 +4,7 @@
 // before they store the tile before.
 //
 // A warp multiplies 64 x 64 and stores its results alone, by way of 2 KB of shared memory of its
-// own. A gated activation reads gates and values in turns, 8 columns each, so that both meet there.
+// own. A gated activation reads gates and values in turns (TurnSm80), so that both meet there.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "grouped_mm/device/compute_sm80.cuh"
 #include "grouped_mm/device/instructions_sm80.cuh"
 #include "grouped_mm/device/schedule_sm80.cuh"
+#include "grouped_mm/device/turns_sm80.h"
 #include "grouped_mm/device/warp_results_sm80.cuh"
 
 namespace jgg::device {
@@ -38,7 +39,12 @@ class PipelinedCopy {
   static_assert(kThreads % kPerLine == 0 && kLines % Tile::kPeriod == 0 &&
                 kLines * kPieces == (kKMajor ? kMn : kK));
 
-  // In turns: 8 mn, 8 of those `apart` elements on, and so forth.
+  using Turn = TurnSm80<kKMajor>;
+  // Pieces of a thread are of one half, and half as far apart as where the halves follow each
+  // other.
+  static_assert(!kKMajor || kLines % (2 * Turn::kColumns) == 0);
+
+  // In turns: so many mn, as many of those `apart` elements on, and so forth.
   static Strides StridesOf(int64_t line, bool turns) {
     const int64_t piece = (kLines >> (kKMajor && turns)) * line * kSize;
     return {piece, kKMajor ? kK * kSize - (kPieces - 1) * piece : piece};
@@ -49,9 +55,9 @@ class PipelinedCopy {
   __device__ void Begin(const Element* origin, int64_t line, int count, bool turns, int64_t apart) {
     const int thread = ThreadAnew(), in_line = thread % kPerLine * kPiece;
     const int mn = kKMajor ? thread / kPerLine : in_line;
-    const int first = turns ? mn / 16 * 8 + mn % 8 : mn;
+    const int first = turns ? Turn::Column(mn) : mn;
     k_ = kKMajor ? in_line : thread / kPerLine;
-    from_ = reinterpret_cast<const char*>(origin + (turns && (mn & 8) ? apart : 0) +
+    from_ = reinterpret_cast<const char*>(origin + (turns && Turn::IsValue(mn) ? apart : 0) +
                                           (kKMajor ? first * line + k_ : first + k_ * line));
     to_ = typename Tile::Layout{}(mn, k_) * kSize;
     wanted_ = 0;

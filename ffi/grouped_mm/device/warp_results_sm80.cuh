@@ -9,6 +9,7 @@
 #include "grouped_mm/device/addends_sm80.cuh"
 #include "grouped_mm/device/instructions_sm80.cuh"
 #include "grouped_mm/device/schedule_sm80.cuh"
+#include "grouped_mm/device/turns_sm80.h"
 #include "grouped_mm/gemm_sm80.h"
 
 namespace jgg::device {
@@ -31,6 +32,7 @@ __device__ inline uint32_t TurnedMatrix(uint32_t matrix) {
 template <typename Config>
 class WarpResults {
   using Element = typename Config::Element;
+  using Turn = TurnSm80<Config::kBKMajor && !Config::kTurned>;
 
  public:
   __device__ static void Store(const GemmSm80& gemm, const Tile& tile, int column,
@@ -53,8 +55,6 @@ class WarpResults {
   }
 
  private:
-  // Pieces of 8 columns from gates to what they let through: 32 columns, or turns of 8.
-  static constexpr int kUp = Config::kTurned ? 4 : 1;
   static constexpr DType kOutDType =
       std::is_same_v<Element, cutlass::bfloat16_t> ? DType::kBF16 : DType::kF16;
 
@@ -143,13 +143,13 @@ class WarpResults {
         const int row = first + r, column = n0 + c;
         if (row < tile.m_lo || row >= tile.m_hi || column >= tile.n_count) continue;
         float values[kWidth];
-        const int piece = gated && !Config::kTurned ? c / 8 * 2 : c / 8;
+        const int piece = gated ? Turn::GatePiece(c / 8) : c / 8;
         Read<kWidth>(staged + r * 64 + (piece ^ r) * 8 + c % 8, values);
         if (Config::kHasOptions && tile.weight >= 0) {
           if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, values);
           if (gated) {
             float up[kWidth];
-            Read<kWidth>(staged + r * 64 + ((piece + kUp) ^ r) * 8 + c % 8, up);
+            Read<kWidth>(staged + r * 64 + ((piece + Turn::kPieces) ^ r) * 8 + c % 8, up);
             if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, gemm.n / 2 + column, up);
             Gate<false, kWidth>(epilogue.activation, values, up);
           } else {
