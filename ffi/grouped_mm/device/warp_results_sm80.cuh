@@ -32,7 +32,7 @@ __device__ inline uint32_t TurnedMatrix(uint32_t matrix) {
 template <typename Config>
 class WarpResults {
   using Element = typename Config::Element;
-  using Turn = TurnSm80<Config::kBKMajor && !Config::kTurned>;
+  using Turn = TurnSm80<Config::kBKMajor>;
 
  public:
   __device__ static void Store(const GemmSm80& gemm, const Tile& tile, int column,

@@ -28,6 +28,7 @@ struct PackedConfig {
   using Element = std::conditional_t<kX == DType::kBF16, cutlass::bfloat16_t, cutlass::half_t>;
   // As WarpResults asks.
   static constexpr bool kTurned = true, kHasOptions = true, kAddsExisting = false;
+  static constexpr bool kBKMajor = false;  // turns of 32 columns
   static constexpr bool kKeepsEmpty = false;
   static constexpr int kM = kM_, kN = kN_, kK = 64;
   static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
