@@ -16,17 +16,29 @@ void RunKind(const Lora& lora) {
             [&] { device::LoraSm80Kernel<kX, kRank, kTurned, kKind>(lora); });
 }
 
+template <DType kX, int kRank, bool kTurned>
+void RunRank(const Lora& lora, device::LoraKind kind) {
+  using device::LoraKind;
+  if constexpr (kRank == 16 || kRank == 32) {
+    if (kind == LoraKind::kTall) return RunKind<kX, kRank, kTurned, LoraKind::kTall>(lora);
+  }
+  if constexpr (kRank > 8 && !kTurned) {
+    if (kind == LoraKind::kDeep) return RunKind<kX, kRank, kTurned, LoraKind::kDeep>(lora);
+  }
+  RunKind<kX, kRank, kTurned, LoraKind::kShort>(lora);
+}
+
 template <DType kX, bool kTurned>
 void Run(const Lora& lora, device::LoraKind kind) {
-  using device::LoraKind;
+  // Compiling takes longer than running: not every rank of every dtype.
   const auto run = [&](auto rank) {
-    if constexpr (rank.value == 16 || rank.value == 32) {
-      if (kind == LoraKind::kTall) return RunKind<kX, rank.value, kTurned, LoraKind::kTall>(lora);
+    constexpr bool kOfHalf = rank.value == 16 || rank.value == 32;
+    if constexpr (kX == DType::kF16 ? !kOfHalf : rank.value == 32) {
+      std::fprintf(stderr, "no such instance\n");
+      std::abort();
+    } else {
+      RunRank<kX, rank.value, kTurned>(lora, kind);
     }
-    if constexpr (rank.value > 8 && !kTurned) {
-      if (kind == LoraKind::kDeep) return RunKind<kX, rank.value, kTurned, LoraKind::kDeep>(lora);
-    }
-    RunKind<kX, rank.value, kTurned, LoraKind::kShort>(lora);
   };
   switch (lora.rank) {
     case 8: return run(std::integral_constant<int, 8>{});
