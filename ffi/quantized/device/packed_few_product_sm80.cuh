@@ -46,8 +46,12 @@ class PackedFewRows {
       return (segment.weight * int64_t{packed.column_tiles} + atom / 4) * packed.k_tiles;
     };
     const int64_t atom = tile.n0 / 16;
-    codes_ = static_cast<const char*>(packed.codes) + first_tile(atom) * Weights::kTileCodes +
-             (atom % 4 * 32 + lane) * (Weights::kTileCodes / 128);
+#pragma unroll
+    for (int h = 0; h < kPointers; ++h) {
+      const int64_t at = atom + h * behind;
+      codes_[h] = static_cast<const char*>(packed.codes) + first_tile(at) * Weights::kTileCodes +
+                  (at % 4 * 32 + lane) * (Weights::kTileCodes / 128);
+    }
     apart_ = gated ? gemm.n / 128 * packed.k_tiles * Weights::kTileCodes : Weights::kTileCodes / 2;
     // A lane's piece of scales: of all columns' first words, or second ones.
     constexpr int kPieces = Weights::kTileScales / 16;
@@ -78,7 +82,8 @@ class PackedFewRows {
 
   // Load the codes of 16 columns, number i of 4.
   __device__ void Load(int tile, int i, uint32_t (&to)[4]) const {
-    const char* from = i < 2 ? codes_ : codes_ + apart_;
+    const char* from = codes_[0];
+    if (i >= 2) from = kPointers == 2 ? codes_[kPointers - 1] : codes_[0] + apart_;
     const uint4 codes = LoadOnce(from + (static_cast<uint32_t>(tile) * Weights::kTileCodes +
                                          i % 2 * (Weights::kTileCodes / 4)));
     to[0] = codes.x, to[1] = codes.y, to[2] = codes.z, to[3] = codes.w;
@@ -128,9 +133,11 @@ class PackedFewRows {
   const PackedFewRowsSm80& of_;
   const Place slots_;
   const int rows_, lane_;
-  const char *codes_, *from_row_, *from_scale_;
-  int64_t
-      apart_;  // bytes from codes of columns 0 to 31 to those of the others, the same everywhere
+  // Codes of columns 0 to 31, and of the others, which are as far away for all lanes. Where scales
+  // take more registers, there is none for a second pointer.
+  static constexpr int kPointers = Codes::kMostScaleWords == 2 ? 1 : 2;
+  const char *codes_[kPointers], *from_row_, *from_scale_;
+  int64_t apart_;
 };
 
 // Add the products of one segment to this warp's sums.
