@@ -4,6 +4,7 @@ python -m benchmarks.frameworks --json benchmarks/results/h200/training/framewor
 python -m benchmarks.frameworks --only maxtext           # cases whose name has this word
 python -m benchmarks.frameworks --tiny                   # small sizes, which CPUs run
 python -m benchmarks.frameworks --records FILE           # measures nothing: its table
+python -m benchmarks.frameworks --page                   # writes the table of the guide
 
 Each arm is a process of its own, so that the peak of its memory is its own. Processes import while
 another one runs, and run one after the other. Times are medians of steps, without the first ones,
@@ -33,10 +34,20 @@ from pathlib import Path
 
 import jax
 
+from . import records
+from .expert_memory import filled
 from .gpu import command_output, commit, version
 from .report import table
 
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/guides/other_libraries.md"
+RECORD = ROOT / "benchmarks/results/h200/training/frameworks.json"
 STEPS, WARM_UP = 12, 4
+#: Of libraries and models, in the table.
+NAMES = {
+    "flax_nnx": "Flax NNX", "equinox": "Equinox", "maxtext": "MaxText", "mixtral": "Mixtral-8x7B",
+    "qwen3": "Qwen3-30B-A3B",
+}  # fmt: skip
 VERSIONS = ("jaxlib", "flax", "equinox", "haliax", "optax", "maxtext")
 #: What takes the place of ``jax.lax.ragged_dot``, by arm.
 OURS = {"replace_ragged_dot", "moe_mlp", "moe_mlp FP8"}
@@ -216,12 +227,12 @@ def line_of(r: dict) -> str:
     return f"{r['case']} {r['model']} {r['arm']}: {about}"
 
 
-def text_of(record: dict) -> str:
+def text_of(records: list[dict]) -> str:
     """The table. "gain" is the time of lax.ragged_dot by that of the arm."""
-    by = {(r["case"], r["model"], r["arm"]): r for r in record["records"]}
+    by = {(r["case"], r["model"], r["arm"]): r for r in records}
     rows = []
     for (case, model, arm), r in by.items():
-        row = [case, model, arm]
+        row = [f"{NAMES.get(case, case)}, {NAMES.get(model, model)}", arm]
         if "failed" in r:
             rows.append([*row, r["failed"], "", "", ""])
             continue
@@ -229,7 +240,14 @@ def text_of(record: dict) -> str:
         row += [f"{r['ms']:.1f}", f"{base / r['ms']:.2f}x" if base else ""]
         row += ["" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}", f"{r['losses'][-1]:.4f}"]
         rows.append(row)
-    return table(["library", "model", "arm", "ms", "gain", "GiB", "last loss"], rows)
+    return table(["model", "products", "ms", "gain", "GiB", "last loss"], rows)
+
+
+def written(page: str) -> str:
+    """The guide with the table of the record."""
+    return filled(
+        page, "python -m benchmarks.frameworks", {"H200": text_of(records.rows([RECORD]))}
+    )
 
 
 def main(argv=None) -> int:
@@ -246,13 +264,17 @@ def main(argv=None) -> int:
     add("--limit", type=float, default=1800, help="seconds for all")
     add("--json", type=Path, help="the record")
     add("--records", type=Path, help="measure nothing: show this")
+    add("--page", action="store_true", help="measure nothing: write the guide's table")
     add("--commit", help="recorded; by default what git says")
     add("--one", nargs=3, help=argparse.SUPPRESS)
     add("--turn", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     attention = args.attention or ("dot_product" if args.tiny else "cudnn_flash_jax")
     if args.records:
-        print(text_of(json.loads(args.records.read_text())))
+        print(text_of(records.rows([args.records])))
+        return 0
+    if args.page:
+        PAGE.write_text(written(PAGE.read_text()))
         return 0
     if args.one:
         os.environ["JGG_FRAMEWORKS_TURN"] += args.turn
@@ -265,10 +287,12 @@ def main(argv=None) -> int:
     cases = [c for c in cases if all(w in " ".join(c).lower() for w in words)]
     if args.arms:
         cases = sorted((c for c in cases if c[2] in args.arms), key=lambda c: args.arms.index(c[2]))
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    query = "--query-gpu=name,driver_version"
+    driver = command_output("nvidia-smi", query, "--format=csv,noheader").split("\n")[0]
     record = {
         "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
-        "driver": driver.split("\n")[0], "jax": jax.__version__,
+        "gpu": driver.split(",")[0], "driver": driver.split(",")[-1].strip(),
+        "jax": jax.__version__,
         "versions": {p: version(p) for p in VERSIONS}, "records": [],
     }  # fmt: skip
     for r in measure(cases, args.tiny, attention, args.limit):
@@ -277,7 +301,7 @@ def main(argv=None) -> int:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(text_of(record))
+    print(text_of(record["records"]))
     return 0
 
 
