@@ -121,12 +121,21 @@ class Block(nnx.Module):
         return x + y.reshape(x.shape), report.balance_loss
 
 
+class Embed(nnx.Embed):
+    """Looks rows up by a product with ones and zeros. The gradient of a lookup adds rows of tokens
+    at random places; there are few bytes, so on a GPU most of these additions wait for another."""
+
+    def __call__(self, inputs):
+        rows = jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.dtype)
+        return jnp.matmul(rows, self.embedding[...].astype(self.dtype), precision="highest")
+
+
 class LanguageModel(nnx.Module):
     """Bytes ``(batch, length)`` to next-byte logits, and the mean load-balancing loss. ``scales``
     are states of delayed scaling, as :meth:`Trainer.new_scales` makes them."""
 
     def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(texts.VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
+        self.embed = Embed(texts.VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, layer_fn, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, texts.VOCABULARY, dtype=config.dtype, rngs=rngs)

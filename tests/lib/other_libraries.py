@@ -15,6 +15,9 @@ import numpy as np
 
 import jax_groupgemm as jgg
 
+if sys.argv[1:] == ["maxtext"]:  # before there is an array
+    jax.config.update("jax_num_cpu_devices", 4)
+
 SIZES = jnp.array([4, 0, 26, 10], jnp.int32)
 
 
@@ -90,7 +93,8 @@ def qwix() -> None:
 
 
 def maxtext() -> None:
-    """Ten training steps of a small Mixtral."""
+    """Ten training steps of a small Mixtral, with tokens and parameters on four devices; with
+    moe_mlp also with experts on two."""
     import maxtext
     from maxtext.trainers.pre_train import train
 
@@ -102,16 +106,17 @@ def maxtext() -> None:
         "base_emb_dim=64 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16 base_mlp_dim=128 "
         "base_moe_mlp_dim=128 base_num_decoder_layers=2 vocab_size=256 num_experts=8 "
         "num_experts_per_tok=2 attention=dot_product "
-        "dataset_type=synthetic steps=10 per_device_batch_size=2 max_target_length=64 "
+        "dataset_type=synthetic steps=10 per_device_batch_size=1 max_target_length=64 "
+        "load_balance_loss_weight=0.01 "
         "enable_checkpointing=false dtype=float32 weight_dtype=float32 matmul_precision=highest "
         "log_config=false enable_goodput_recording=false"
     )
 
-    def losses(name: str, run, *more: str) -> list[float]:
+    def losses(name: str, run, *more: str, **options) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
             metrics = Path(folder) / f"{name}.jsonl"
             out = [f"base_output_directory={folder}", f"metrics_file={metrics}"]
-            run([str(config), *settings.split(), *out, *more])
+            run([str(config), *settings.split(), *out, *more], **options)
             return [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()]
 
     called = []
@@ -131,7 +136,15 @@ def maxtext() -> None:
     assert len(ours) == 10
     assert ours[-1] < ours[0]
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    print(theirs, ours)
+    experts = ("ici_expert_parallelism=2", "ici_fsdp_parallelism=2")
+    layer = losses("layer", with_ours.train, layer=True)
+    travel = losses("travel", with_ours.train, *experts, layer=True)
+    fp8 = losses("fp8", with_ours.train, *experts, layer=True, recipe=jgg.FP8Recipe())
+    print(theirs, ours, layer, travel, fp8, sep="\n")
+    np.testing.assert_allclose(layer, theirs, rtol=1e-6)
+    np.testing.assert_allclose(travel, theirs, rtol=1e-6)
+    np.testing.assert_allclose(fp8, theirs, rtol=1e-3)
+    assert not np.allclose(fp8, theirs, rtol=1e-6)
 
 
 if __name__ == "__main__":
