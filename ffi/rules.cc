@@ -99,18 +99,21 @@ Plan PlanWgradSm90(int64_t rows, int64_t groups, int64_t a, int64_t b, int plane
   return ToPlan(rules::PlanWgradSm90(wgrad, groups));
 }
 
+const FormatFacts& FindFormat(const std::string& mode, int bits) {
+  for (const FormatFacts& format : kFormats) {
+    if (format.name == mode && format.bits == bits) return format;
+  }
+  throw nb::value_error(rules::UnknownMode(mode).c_str());
+}
+
 std::tuple<std::string, int, int, bool> PlanQmmSm90(const std::string& mode, int bits, bool packed,
                                                     int64_t rows_x, int64_t rows, int64_t segments,
                                                     int64_t k, int64_t n, bool gated,
                                                     bool transposed, bool half, int scaled,
                                                     bool sizes, bool offset) {
-  const FormatFacts* format = nullptr;
-  for (const FormatFacts& known : kFormats) {
-    if (known.name == mode && known.bits == bits) format = &known;
-  }
-  if (format == nullptr) throw nb::value_error(rules::UnknownMode(mode).c_str());
+  const FormatFacts& format = FindFormat(mode, bits);
   const rules::QmmPlanSm90 plan =
-      rules::PlanQmmSm90(*format, {k, n, gated, packed, transposed, half, scaled},
+      rules::PlanQmmSm90(format, {k, n, gated, packed, transposed, half, scaled},
                          {rows_x, rows, segments, sizes, offset});
   return {std::string(rules::kQmmWays[static_cast<int>(plan.way)]), plan.tile, plan.parts,
           plan.pairs};
@@ -161,6 +164,10 @@ bool TakesAdapter(const std::string& way, int tile, int64_t rank) {
 Reason GroupsSm90Problem(const std::string& mode, int group_size) {
   const FormatFacts* format = rules::FindMode(mode);
   return format == nullptr ? std::nullopt : rules::GroupsSm90Problem(*format, group_size);
+}
+
+Reason PackedSm80Problem(const std::string& mode, int bits, int group_size, int64_t n, bool gated) {
+  return rules::QmmPackedSm80Problem(FindFormat(mode, bits), group_size, n, gated);
 }
 
 // The axes of a Product are int32.
@@ -292,6 +299,9 @@ void DefineRules(nb::module_& m) {
         "Why the kernel of an activation's backward pass cannot take so many columns.");
   m.def("qmm_packed_problem", &rules::QmmPackedProblem, nb::kw_only(), "n"_a, "gated"_a,
         "Why the Hopper kernel cannot take a product with a prepacked weight of n columns.");
+  m.def("qmm_packed_sm80_problem", &PackedSm80Problem, nb::kw_only(), "mode"_a, "bits"_a,
+        "group_size"_a, "n"_a, "gated"_a,
+        "Why the generic kernel cannot take a product with a prepacked weight of n columns.");
   m.def("nvfp4_mm_sm100_problem", &Nvfp4MmSm100Problem, nb::kw_only(), "k"_a, "n"_a, "out_bytes"_a,
         "Why the Blackwell kernel cannot take an nvfp4_grouped_mm: out (T, N), of elements of "
         "out_bytes, of x (T, K) and w (G, N, K).");

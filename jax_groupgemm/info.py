@@ -81,7 +81,7 @@ def _operations() -> dict[str, dict[str, Any]]:
 
     platform = "cuda" if extension.live_capabilities() else "cpu"
     table: dict[str, dict[str, Any]] = {}
-    for op, sample in (samples.SAMPLES | samples.GRADIENTS).items():
+    for op, sample in (samples.SAMPLES | samples.PRODUCTS).items():
         table[op] = {}
         for dtype in sample.dtypes:
             plan = sample.plan(platform, dtype)

@@ -274,7 +274,7 @@ def test_info_as_json():
     assert data["versions"]["jax"]["ok"]
     assert data["build"]["ffi_api"] == "0.3"
     for op, dtypes in data["ops"].items():
-        assert hasattr(jgg, op.removesuffix(", dx"))
+        assert hasattr(jgg, op.split(",")[0])
         for answer in dtypes.values():
             names = {answer["runs"], *answer["others"]}
             assert names >= set(choose.PLATFORMS)

@@ -46,7 +46,7 @@ def test_what_runs(monkeypatch, capability, product, quantized, nvfp4, conversio
 def test_every_operation_has_a_line(monkeypatch):
     assert set(samples.SAMPLES) == set(OPERATIONS)
     text = info._text(collect(monkeypatch, 90))
-    for op in (*OPERATIONS, *samples.GRADIENTS):
+    for op in (*OPERATIONS, *samples.PRODUCTS):
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {op}  ")]
         assert set(line.removeprefix(f"  {op}").split()) <= {
             "sm90",
@@ -66,6 +66,14 @@ def test_gradients_of_quantized_weights(monkeypatch, dtype):
         if line.startswith("  grouped_qmm, dx  ")
     ]  # fmt: skip
     assert line.split()[2 + choose.FLOATS.index(dtype)] == "sm90"
+
+
+@pytest.mark.parametrize(("capability", "name"), [(90, "sm90"), (80, "sm80")])
+def test_prepacked_weights(monkeypatch, capability, name):
+    found = collect(monkeypatch, capability)["ops"]["grouped_qmm, prepacked"]
+    assert (found["bfloat16"]["runs"], found["bfloat16"]["call"]) == (name, "jgg_qmm_packed")
+    other = "jgg_qmm_packed" if capability == 90 else "jgg_qmm"  # which takes float32 x
+    assert (found["float32"]["runs"], found["float32"]["call"]) == (name, other)
 
 
 def test_next_steps(monkeypatch):

@@ -51,6 +51,11 @@ UNLESS_SAMPLE = {
         (architecture, "Fp8GemmSm89Kernel"): {"": ("QMMA", "LDSM", "LDGSTS")}
         for architecture in ("sm_89", "sm_120")
     },
+    **{
+        (architecture, name): {"": ("HMMA", "LDSM", "LDGSTS")}
+        for architecture in ("sm_86", "sm_90a", "sm_120")
+        for name in ("PackedSm80Kernel", "PackedFewRowsSm80Kernel")
+    },
     ("sm_86", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
     ("sm_120", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
     ("sm_90a", "FewDense"): {"UpSm80": ("HMMA", "PREEXIT"), "DownSm80": ("HMMA", "ACQBULK")},

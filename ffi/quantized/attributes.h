@@ -25,9 +25,9 @@ JGG_ATTRIBUTES(QmmAttrs,             //
                (bool, in_order),     // rows in the result are ascending and disjoint
                (bool, tf32));        // float32 operands may be rounded to TensorFloat-32
 
-// "plan": how the Hopper kernels multiply (plan.h).
+// "plan": how the Hopper kernels multiply (plan.h), or that the generic one does.
 JGG_ATTRIBUTES(QmmPlanAttrs,             //
-               (std::string_view, way),  // "tiles", "warps", "direct" or "scaled"
+               (std::string_view, way),  // "tiles", "warps", "direct", "scaled" or "generic"
                (int32_t, tile),          // rows of a tile, or of a block
                (int32_t, parts),         // blocks that share out a tile's k
                (bool, pairs),            // a warp has two columns' tiles

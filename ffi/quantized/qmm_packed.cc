@@ -1,4 +1,5 @@
-// CUDA handler of qmm with weights in layout "sm90": bind, launch. Hopper only.
+// CUDA handler of qmm with weights in layout "sm90": bind, launch. Hopper's kernels, or the generic
+// one.
 
 #include "common/arch.h"
 #include "common/cuda_error.h"
@@ -7,6 +8,7 @@
 #include "handlers.h"
 #include "quantized/gemm_sm90.h"
 #include "quantized/packed_bind.h"
+#include "quantized/packed_sm80.h"
 #include "quantized/qmm_bind.h"
 #include "quantized/rules.h"
 
@@ -74,6 +76,19 @@ static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, 
   return operands.End();
 }
 
+// By the kernel of every GPU (packed_sm80.h).
+static ffi::Error LaunchGeneric(cudaStream_t stream, const QmmSm90& qmm,
+                                const PackedCodesSm90& packed, const Coding& coding, const void* x,
+                                DType dtype) {
+  if (auto reason = NeedsComputeCapability(80, ComputeCapability())) {
+    return Unimplemented(kOp, *reason);
+  }
+  if (reinterpret_cast<uintptr_t>(x) % 16 != 0) {
+    return Unimplemented(kOp, "x must be 16-byte aligned");
+  }
+  return FromCuda(kOp, QmmPackedSm80(stream, qmm, packed, coding, x, dtype));
+}
+
 static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                             ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                             ffi::Result<ffi::AnyBuffer> out, QuantizedAttrs quantized_attrs,
@@ -128,7 +143,15 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
       rest, quantized_attrs.global_scale, metadata_attrs.group_offset, transpose_w, epilogue,
       packed.tile_groups == 4, needs_sums ? &x_sums : nullptr, adapter ? &x_type : nullptr, &qmm));
   const DType dtype = half ? DType::kF16 : DType::kBF16;
-  if (const char* problem = GemmSm90Problem(dtype, ComputeCapability())) {
+  const char* problem = GemmSm90Problem(dtype, ComputeCapability());
+  // A plan for Hopper is of a process that knew of no GPU, where another one meets it.
+  const bool generic = plan_attrs.way == rules::kGenericWay;
+  if (generic || problem != nullptr) {
+    auto reason = rules::QmmPackedSm80Problem(FactsOf(w.coding.mode, w.coding.bits), w.group_size,
+                                              product.n, gated);
+    if (scaled || adapter || !transpose_w) reason = "the generic kernel has no such product";
+    if (!reason) return LaunchGeneric(stream, qmm, packed, w.coding, x.untyped_data(), dtype);
+    if (generic) return Unimplemented(kOp, *reason);
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
   if (auto reason = rules::QmmPackedProblem(product.n, gated)) return Unimplemented(kOp, *reason);

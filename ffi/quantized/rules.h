@@ -71,4 +71,22 @@ inline Reason QmmPackedProblem(int64_t n, bool gated) {
   return "needs N / 2 % 64 == 0 with a gated activation, got N=" + std::to_string(n);
 }
 
+// The name, as the way of a plan (plan.h), of the generic kernel of weights in layout "sm90".
+constexpr std::string_view kGenericWay = "generic";
+
+// Whether that kernel decodes a format.
+constexpr bool IsPackedSm80(const FormatFacts& format) {
+  return format.is_prepacked && format.bits == 4;
+}
+
+// ... and takes a product with such a weight.
+inline Reason QmmPackedSm80Problem(const FormatFacts& format, int group_size, int64_t n,
+                                   bool gated) {
+  if (!IsPackedSm80(format)) {
+    return "reads prepacked codes of 4 bits, got bits=" + std::to_string(format.bits);
+  }
+  if (auto reason = GroupsSm90Problem(format, group_size)) return reason;
+  return QmmPackedProblem(n, gated);
+}
+
 }  // namespace jgg::rules

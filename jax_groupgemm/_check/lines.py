@@ -19,6 +19,7 @@ def lines(device: Device) -> list[Line]:
         *(products.lines(generic) if generic else ()),
         *quantized.lines(packs),
         *(quantized.lines(False, generic) if generic else ()),
+        *(quantized.packed_lines("sm80" if packs else None) if device.platform == "cuda" else ()),
         *narrow.lines(),
         *conversions.lines(packs),
         *layer.lines(packs),

@@ -28,6 +28,12 @@ _SHAPES = (
     (700, 3, 320, 256, 5, 64, "float32"), (40, 2, 128, 128, 4, 16, None),
 )  # fmt: skip
 
+# Those of four bits, for the generic kernel's tiles: of 8 rows, of 64 and of 128.
+_PACKED_SHAPES = (
+    (20, 6, 128, 192, 4, 32, None), (1600, 40, 256, 128, 4, 64, None),
+    (1300, 2, 512, 256, 4, 128, None), (300, 5, 128, 512, 4, 128, None),
+)  # fmt: skip
+
 
 def lines(packs: bool, implementation: str | None = None) -> list[Line]:
     """``packs``: also of prepacked weights."""
@@ -53,6 +59,19 @@ def lines(packs: bool, implementation: str | None = None) -> list[Line]:
             for mode in ("affine", "nvfp4") for dtype in FLOATS
         ]  # fmt: skip
     return found
+
+
+def packed_lines(implementation: str | None = None) -> list[Line]:
+    """Products of prepacked weights that the generic kernel takes."""
+    named = f" {implementation}" if implementation else ""
+    run = functools.partial(_forward, shapes=_PACKED_SHAPES)
+    return [
+        Line(
+            f"grouped_qmm {mode} prepacked{named}", dtype,
+            _bound(run, mode, dtype, implementation, True),
+        )
+        for mode in ("affine", "mxfp4", "nvfp4") for dtype in ("bfloat16", "float16")
+    ]  # fmt: skip
 
 
 def _bound(function, *given, few: bool = False):
@@ -104,8 +123,10 @@ def values(q: Quantized, dtype: str) -> list[np.ndarray]:
     return [oracle.rounded(value, dtype) * scale, value * scale]
 
 
-def _weights(mode, dtype, rng, quick) -> Iterator[tuple[int, int, int, int, Quantized]]:
-    for rows, groups, n, k, bits, group_size, of_scales in _SHAPES[: 3 if quick else None]:
+def _weights(
+    mode, dtype, rng, quick, shapes=_SHAPES
+) -> Iterator[tuple[int, int, int, int, Quantized]]:
+    for rows, groups, n, k, bits, group_size, of_scales in shapes[: 3 if quick else None]:
         if mode != "affine" and (bits in (2, 6) or group_size == 16 or of_scales):
             continue
         scale = rng.uniform(0.5, 2, groups).astype(np.float32) if mode == "nvfp4" else None
@@ -119,8 +140,8 @@ def _named(q: Quantized) -> str:
     return f"{q.bits} bits in groups of {q.group_size}" if q.mode == "affine" else ""
 
 
-def _forward(mode, dtype, implementation, packed, rng, quick) -> Iterator[Trial]:
-    for rows, groups, n, k, q in _weights(mode, dtype, rng, quick):
+def _forward(mode, dtype, implementation, packed, rng, quick, shapes=_SHAPES) -> Iterator[Trial]:
+    for rows, groups, n, k, q in _weights(mode, dtype, rng, quick, shapes):
         x, runs, ways = normal(rng, (rows, k), dtype), [], values(q, dtype)
         for name, s in sizes.variants(rng, rows, groups, quick):
             given = sizes.with_nan(x, s) if name == sizes.NAN else x

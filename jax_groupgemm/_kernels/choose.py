@@ -283,6 +283,11 @@ def _qmm_fuses_sm90(p: Qmm, packed: bool = False) -> str | None:
     return _qmm_fuses(p)
 
 
+def _packed_fuses_sm80(p: Qmm) -> str | None:
+    parts = "options are done to sums of bfloat16 parts"
+    return parts if p.dtypes[0] == "float32" else _qmm_fuses(p)
+
+
 def _qmm_fuses_cpu(p: Qmm) -> str | None:
     return "it has no options" if p.activation or p.option_dtypes else None
 
@@ -385,6 +390,13 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
         Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),
+        Kernel(
+            "sm80", "jgg_qmm_packed", dense.packed_sm80, _packed_fuses_sm80,
+            config=dense.packed_config_sm80, unseen=True,
+            needs="prepacked weights, codes of 4 bits, affine groups of 32 or more; 16-bit x, or "
+            "float32 beside nvfp4 and mxfp4; affine scales of its dtype; transpose_w=True, "
+            "segments in order; N % 128 == 0 with a gated activation",
+        ),
         Kernel(
             "sm80", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, unseen=True,
             needs="no mode fp8",

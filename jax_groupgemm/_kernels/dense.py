@@ -139,6 +139,30 @@ def groups_sm90(mode: str, group_size: int) -> str | None:
     return extension.rules().groups_sm90_problem(mode=mode, group_size=group_size)
 
 
+def packed_sm80(p: Qmm) -> str | None:
+    """Why the generic kernel does not take a prepacked weight as it is."""
+    if not p.in_groups:
+        return f"reads no codes of mode {p.mode!r}"
+    if p.layout != "sm90":
+        return f"needs layout 'sm90', got {p.layout!r}"
+    if p.dtypes[0] == "float32" and not (p.exact_in_bfloat16 and qmm_planes(p, packed=True)):
+        return "needs 16-bit x, or a mode that bfloat16 holds exactly"
+    if not {"bfloat16": p.bfloat16_scales, "float16": p.float16_scales}.get(p.dtypes[0], True):
+        return f"scales are not {p.dtypes[0]}"
+    if not p.transpose_w:
+        return "needs transpose_w=True"
+    if not p.in_order:
+        return "needs segments in order"
+    return extension.rules().qmm_packed_sm80_problem(
+        mode=p.mode, bits=p.bits, group_size=p.group_size, n=p.n, gated=p.gated
+    )
+
+
+def packed_config_sm80(p: Qmm) -> dict[str, Any]:
+    planes = qmm_planes(p, packed=True)
+    return {"way": "generic", "tile": 0, "planes": planes, "sum_parts": sum_parts(p, planes)}
+
+
 def in_parts(p: Mm | Qmm, planes: int = 1) -> str | None:
     return f"sums over K={p.k} are made in parts" if sum_parts(p, planes) > 1 else None
 

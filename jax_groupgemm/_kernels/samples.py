@@ -63,6 +63,10 @@ def _sample_qmm_dx(platform: str, dtype: str) -> Qmm:
     return dataclasses.replace(_sample_qmm(platform, dtype), transpose_w=False)
 
 
+def _sample_qmm_packed(platform: str, dtype: str) -> Qmm:
+    return dataclasses.replace(_sample_qmm(platform, dtype), layout="sm90")
+
+
 def _sample_nvfp4(op: str, inner: Callable[[str, str], Any]) -> Callable[[str, str], Nvfp4]:
     def make(platform: str, dtype: str) -> Nvfp4:
         decoded = dataclasses.replace(inner(platform, "bfloat16"), out_dtype=dtype)
@@ -127,14 +131,17 @@ SAMPLES: dict[str, Sample] = {
     "fp8_quantize": Sample(_sample_fp8_conversion("fp8_quantize")),
 }
 
-#: The products that gradients of x are, where a kernel of its own runs them.
-GRADIENTS: dict[str, Sample] = {"grouped_qmm, dx": Sample(_sample_qmm_dx)}
+#: Products that kernels of their own run: gradients of x, and those of prepacked weights.
+PRODUCTS: dict[str, Sample] = {
+    "grouped_qmm, dx": Sample(_sample_qmm_dx),
+    "grouped_qmm, prepacked": Sample(_sample_qmm_packed),
+}
 
 
 def _reasons(problem: Problem, name: str) -> str | None:
     kernels = [k for k in choose.KERNELS[problem.op] if k.name == name and not k.only_named]
     why = [_reason(kernel, problem) for kernel in kernels] or [choose.missing(name, problem.op)]
-    return next(filter(None, why), None)
+    return None if None in why else why[0]
 
 
 def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:

@@ -49,7 +49,9 @@ def prepack(
     """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
 
     The same values in the layout that the fast kernels read. For Hopper: all modes; N and K
-    multiples of 64; activations of any dtype, and their gradients. Mode ``"fp8"`` needs codes
+    multiples of 64; activations of any dtype, and their gradients. For other GPUs: codes of 4 bits,
+    in affine groups of 32 or more, whose scales have the 16-bit dtype of the activations; the
+    product, not its gradients. Mode ``"fp8"`` needs codes
     of float8_e4m3fn, K a multiple of 128, and blocks of as many columns or of whole rows. Such
     a weight gets layout ``"sm90"``; any other is returned as it is, with a warning that says
     why. Every function accepts both layouts: one without a kernel for a layout puts the codes

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_groupgemm._check import child, clock, device, lines, narrow, products
+from jax_groupgemm._check import child, clock, device, lines, narrow, products, quantized
 from jax_groupgemm._kernels import extension, kernel, proven
 
 CPU = device.Device("cpu", "CPU", 0, None, ())
@@ -97,6 +97,12 @@ def test_hoppers_lines_need_no_kernel_that_only_tests_name(monkeypatch):
     _, has = reached(monkeypatch, 90, lambda gpu: [])
     assert "jgg_fp8_grouped_mm sm90" in has
     assert not {key for key in has if key.endswith("sm89")}
+
+
+@pytest.mark.parametrize(("capability", "name"), [(80, None), (90, "sm80")])
+def test_the_generic_kernel_of_prepacked_weights_is_reached(monkeypatch, capability, name):
+    found, _ = reached(monkeypatch, capability, lambda gpu: quantized.packed_lines(name)[:1])
+    assert "jgg_qmm_packed sm80" in found
 
 
 @pytest.mark.weekly

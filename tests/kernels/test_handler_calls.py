@@ -200,6 +200,10 @@ def operations(modes=MODES) -> dict[str, tuple]:
             each(lambda x, q: qmm(x, jgg.prepack(q))), (*half(x), as_stored),
             {"jgg_prepack", "jgg_qmm_packed"},
         ),
+        "grouped_qmm, prepacked on sm80": (
+            each(lambda x, q: qmm(x, jgg.prepack(q), **on_sm80)), (*half(x), as_stored),
+            {"jgg_prepack", "jgg_qmm_packed", "jgg_qmm"},
+        ),
         "grouped_qmm, fp8 on sm90": (
             functools.partial(qmm, **on_sm90),
             (*half(random((100, 128))), oracle.random_quantized(rng, (4, 64, 128), "fp8")),

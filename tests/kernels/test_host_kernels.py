@@ -18,7 +18,7 @@ FILES = [
     "moe/test_few_dense_kernel", "moe/test_few_tokens_kernel", "moe/test_moe_kernels",
     "moe/test_router_kernel", "moe/test_top_k_kernel",
     "nvfp4/test_nvfp4_quantize_kernels", "quantized/test_direct_kernel",
-    "quantized/test_direct_rows", "quantized/test_prepack_host",
+    "quantized/test_direct_rows", "quantized/test_packed_kernel", "quantized/test_prepack_host",
     "quantized/test_prepack_fp8_kernel", "quantized/test_quantize_kernels",
 ]  # fmt: skip
 RACE = """

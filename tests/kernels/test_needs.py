@@ -116,6 +116,16 @@ NEEDS = [
         "else N % 16 == 0": {"transpose_w": False, "n": 2056},
         "and no options": {"transpose_w": False, "activation": "silu"},
     }),
+    ("jgg_qmm_packed sm80", PACKED, {
+        "prepacked weights": {"layout": "linear"},
+        "codes of 4 bits": {"bits": 8},
+        "affine groups of 32 or more": {"group_size": 16},
+        "16-bit x, or float32 beside nvfp4 and mxfp4": {"dtypes": (F32,)},
+        "affine scales of its dtype": {"bfloat16_scales": False},
+        "transpose_w=True": {"transpose_w": False},
+        "segments in order": {"in_order": False},
+        "N % 128 == 0 with a gated activation": {"n": 2112, "activation": "swiglu", "gated": True},
+    }),
     ("jgg_qmm sm80", QMM, {"no mode fp8": {"mode": "fp8", "calls": frozenset()}}),
     ("jgg_qmm cpu", dataclasses.replace(QMM, platform="cpu"), {
         "float32, bfloat16, float16": {"dtypes": ("float64",)},

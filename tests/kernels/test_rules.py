@@ -118,6 +118,24 @@ def test_qmm(rules, bits):
     assert problem(**half, transpose_w=False, has_options=True) == along_n
 
 
+def test_packed_weights_on_every_gpu(rules):
+    def problem(mode="affine", **facts):
+        call = {"bits": 4, "group_size": 64, "n": 192, "gated": False}
+        return rules.qmm_packed_sm80_problem(mode=mode, **(call | facts))
+
+    assert problem() is None
+    assert problem("nvfp4", group_size=16) is None
+    assert problem("mxfp4", group_size=32) is None
+    for bits in (2, 3, 5, 6, 8):
+        assert problem(bits=bits) == f"reads prepacked codes of 4 bits, got bits={bits}"
+    assert problem("mxfp8", bits=8) == "reads prepacked codes of 4 bits, got bits=8"
+    assert problem(group_size=16) == "has no groups of 16 codes in mode 'affine'"
+    assert problem(gated=True).startswith("needs N / 2 % 64 == 0")
+    assert problem(gated=True, n=256) is None
+    with pytest.raises(ValueError, match="mode 'mxfp5' is not one of"):
+        problem("mxfp5")
+
+
 def test_nvfp4(rules):
     assert rules.nvfp4_mm_sm100_problem(k=64, n=8, out_bytes=2) is None
     assert rules.nvfp4_mm_sm100_problem(k=48, n=8, out_bytes=2) == "needs K % 32 == 0, got K=48"

@@ -123,6 +123,30 @@ def test_on_hopper_only(monkeypatch, capabilities):
     assert names(grouped_qmm, x, w) == ["jgg_qmm"]
 
 
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize(("mode", "group_size"), [("affine", 64), ("nvfp4", 16), ("mxfp4", 32)])
+def test_every_gpu_reads_packed_weights_of_four_bits(monkeypatch, capability, mode, group_size):
+    """On Hopper, where that kernel is named."""
+    live(monkeypatch, capability)
+    generic = {"implementation": "sm80"} if capability == 90 else {}
+    packed = functools.partial(jax.eval_shape, jgg.prepack)
+    x, w = jnp.ones((9, 128), jnp.bfloat16), packed(spec(mode, group_size, 3, 128, 128))
+    found = lambda x, w, f=grouped_qmm, **options: calls(
+        lowered(functools.partial(f, **options, **generic), x, w)
+    )
+    for options in ({}, {"activation": "swiglu", "bias": jnp.ones((3, 128))}):
+        (call,) = found(x, w, **options)
+        assert call[0] == "jgg_qmm_packed"
+        assert 'way = "generic"' in call[3]
+    unpacked = lambda *args, **options: [c[0] for c in found(*args, **options)] == ["jgg_qmm"]
+    assert unpacked(x, packed(spec("affine", 64, 3, 128, 128, bits=8)))
+    assert unpacked(x.astype(jnp.float16), w) == (mode == "affine")  # whose scales are bfloat16
+    dx = lambda x, w, **options: jax.grad(lambda x: grouped_qmm(x, w, **options).sum())(x)
+    assert found(x, w, dx)[-1][0] == "jgg_qmm"
+    rows = x.astype(jnp.float32)
+    assert found(rows, w)[-1][0] == ("jgg_qmm" if mode == "affine" else "jgg_qmm_packed")
+
+
 def nvfp4_product(x, w, **options):
     return jgg.nvfp4_grouped_mm(x, w, jnp.array([2, 3, 4]), **options)
 

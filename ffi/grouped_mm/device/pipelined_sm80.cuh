@@ -145,6 +145,7 @@ struct PipelinedConfig {
   static constexpr bool kMm = kAKMajor;                          // or wgrad, whose lines are rows
   static constexpr bool kHasOptions = kMm, kAddsExisting = kMm;  // of its results
   static constexpr bool kKeepsEmpty = false;  // what is there, where it adds sums of no rows
+  static constexpr bool kTurned = false;      // sums: warp_results_sm80.cuh
   static_assert(kMm || !kBKMajor);
   static constexpr int kM = kM_, kN = kN_, kK = 32;
   static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;

@@ -61,15 +61,16 @@ __device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
 }
 
 // kSizes: the metadata are sizes, and the order that of segments; there is no code for others.
+// kMmInOrder: likewise, but of any metadata, and there is no code for wgrad.
 template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor, int kWindow = 4 * kThreads,
-          bool kShares = false, bool kSizes = false>
+          bool kShares = false, bool kSizes = false, bool kMmInOrder = false>
 class Schedule {
  public:
   using Memory = ScheduleMemory<kThreads, kWindow>;
 
   __device__ Schedule(const GemmSm80& gemm, Memory& memory) : gemm_(gemm), memory_(memory) {
-    const bool by_result = !kSizes && (gemm.order >= GemmSm80::Order::kResult ||
-                                       (gemm.order == GemmSm80::Order::kDetect && !InOrder()));
+    const bool by_result = !kInOrder && (gemm.order >= GemmSm80::Order::kResult ||
+                                         (gemm.order == GemmSm80::Order::kDetect && !InOrder()));
     if (Thread() == 0) {
       memory.state = State{static_cast<int>(blockIdx.x), -1, 0, 0, 0, 0, by_result};
     }
@@ -82,7 +83,7 @@ class Schedule {
   __device__ bool Next(Tile& to) {
     State state = memory_.state;
     Tile tile;
-    const bool by_result = !kSizes && state.by_result;
+    const bool by_result = !kInOrder && state.by_result;
     if (!(by_result ? NextOfResult(state, tile) : NextOfSegments(state, tile))) return false;
     __syncthreads();  // everybody has read the state
     if (Thread() == 0) {
@@ -95,7 +96,7 @@ class Schedule {
 
   // Whether no tile has more than one segment.
   __device__ bool OneSegment() const {
-    return !memory_.state.by_result || gemm_.order == GemmSm80::Order::kMatrices;
+    return kInOrder || !memory_.state.by_result || gemm_.order == GemmSm80::Order::kMatrices;
   }
 
   // The next segment that contributes to the tile, after number `index`; false when there is none.
@@ -128,17 +129,20 @@ class Schedule {
   using State = typename Memory::State;
   static constexpr int kBand = 16;  // rows of tiles
 
-  // Where a pipeline has no register for what follows from it, it is read anew.
-  __device__ static unsigned Thread() { return kSizes ? ThreadAnew() : threadIdx.x; }
+  static constexpr bool kInOrder = kSizes || kMmInOrder;
 
-  __device__ bool IsMm() const { return gemm_.product == GemmSm80::Product::kMm; }
+  // Where a pipeline has no register for what follows from it, it is read anew.
+  __device__ static unsigned Thread() { return kInOrder ? ThreadAnew() : threadIdx.x; }
+
+  __device__ bool IsMm() const { return kMmInOrder || gemm_.product == GemmSm80::Product::kMm; }
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 
   // The columns of the result, and of one tile of it. A gated tile has gates and values in halves.
   __device__ bool Gated() const { return IsGated(gemm_.epilogue.activation); }
   __device__ int Columns() const { return static_cast<int>(gemm_.n >> Gated()); }
-  __device__ int TileBits() const { return Log2(kN) + gemm_.run_bits - Gated(); }
+  __device__ int RunBits() const { return kMmInOrder ? 0 : gemm_.run_bits; }
+  __device__ int TileBits() const { return Log2(kN) + RunBits() - Gated(); }
   __device__ int TileColumns() const { return 1 << TileBits(); }
   __device__ int TilesN() const { return (Columns() + TileColumns() - 1) >> TileBits(); }
 

@@ -16,8 +16,16 @@ namespace jgg::device {
 constexpr int kWarpTile = 64;       // rows and columns of a warp
 constexpr int kResultBytes = 2048;  // of shared memory for each warp's results
 
-// A warp's sums, [atom of 16 rows][atom of 8 columns][as mma.sync has them].
+// A warp's sums, [atom of 16 rows][atom of 8 columns][as mma.sync has them]. Or turned, where rows
+// of the result are the instruction's N side: [atom of 16 columns][atom of 8 rows].
 using WarpSums = float[4][8][4];
+
+// An 8 x 8 matrix of 16-bit values of a warp, turned.
+__device__ inline uint32_t TurnedMatrix(uint32_t matrix) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
+  return turned;
+}
 
 // Stores the results of kN columns of a tile, from `column` on. `results` are of all warps.
 template <typename Config>
@@ -45,12 +53,25 @@ class WarpResults {
   }
 
  private:
+  // Pieces of 8 columns from gates to what they let through: 32 columns, or turns of 8.
+  static constexpr int kUp = Config::kTurned ? 4 : 1;
   static constexpr DType kOutDType =
       std::is_same_v<Element, cutlass::bfloat16_t> ? DType::kBF16 : DType::kF16;
 
   __device__ static int64_t Origin(const GemmSm80& gemm, const Tile& tile) {
     const bool matrices = gemm.product == GemmSm80::Product::kWgrad;
     return (matrices ? tile.weight * gemm.out_group : 0) + tile.row0 * gemm.out_m + tile.n0;
+  }
+
+  // Of 8 rows and 8 columns the two results that this thread packs: of row lane / 4.
+  __device__ static uint32_t PairOf(const WarpSums& sums, int eight, int j) {
+    if constexpr (Config::kTurned) {
+      const float* two = sums[j / 2][eight] + j % 2 * 2;
+      return TurnedMatrix(Pack<Element>(two[0], two[1]));
+    } else {
+      const float* two = sums[eight / 2][j] + eight % 2 * 2;
+      return Pack<Element>(two[0], two[1]);
+    }
   }
 
   // 16 rows at a time: 128 bytes each, whose pieces of 16 bytes are swizzled by row.
@@ -69,8 +90,8 @@ class WarpResults {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int at = row * 32 + ((j ^ row) * 4 + lane % 4);
-        words[at] = Pack<Element>(sums[i][j][0], sums[i][j][1]);
-        words[at + 8 * 32] = Pack<Element>(sums[i][j][2], sums[i][j][3]);
+        words[at] = PairOf(sums, 2 * i, j);
+        words[at + 8 * 32] = PairOf(sums, 2 * i + 1, j);
       }
       __syncwarp();
 #pragma unroll
@@ -103,8 +124,16 @@ class WarpResults {
         if (p != part) continue;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          *reinterpret_cast<float2*>(staged + lane / 4 * 64 + (j ^ lane / 4) * 8 + lane % 4 * 2) =
-              make_float2(sums[p / 2][j][p % 2 * 2], sums[p / 2][j][p % 2 * 2 + 1]);
+          if constexpr (Config::kTurned) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int r = lane % 4 * 2 + e;
+              staged[r * 64 + (j ^ r) * 8 + lane / 4] = sums[j / 2][p][j % 2 * 2 + e];
+            }
+          } else {
+            *reinterpret_cast<float2*>(staged + lane / 4 * 64 + (j ^ lane / 4) * 8 + lane % 4 * 2) =
+                make_float2(sums[p / 2][j][p % 2 * 2], sums[p / 2][j][p % 2 * 2 + 1]);
+          }
         }
       }
       __syncwarp();
@@ -114,13 +143,13 @@ class WarpResults {
         const int row = first + r, column = n0 + c;
         if (row < tile.m_lo || row >= tile.m_hi || column >= tile.n_count) continue;
         float values[kWidth];
-        const int piece = gated ? c / 8 * 2 : c / 8;
+        const int piece = gated && !Config::kTurned ? c / 8 * 2 : c / 8;
         Read<kWidth>(staged + r * 64 + (piece ^ r) * 8 + c % 8, values);
         if (Config::kHasOptions && tile.weight >= 0) {
           if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, values);
           if (gated) {
             float up[kWidth];
-            Read<kWidth>(staged + r * 64 + ((piece + 1) ^ r) * 8 + c % 8, up);
+            Read<kWidth>(staged + r * 64 + ((piece + kUp) ^ r) * 8 + c % 8, up);
             if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, gemm.n / 2 + column, up);
             Gate<false, kWidth>(epilogue.activation, values, up);
           } else {

@@ -38,6 +38,14 @@ class FewRowsOps {
                                               b1, c[0], c[1], c[2], c[3]);
   }
 
+  // Add sums of 8 rows, times a factor.
+  __device__ void AddSums(int block, const float4& sums, float factor) {
+    sums_[block][0] += factor * sums.x;
+    sums_[block][1] += factor * sums.y;
+    sums_[block][2] += factor * sums.z;
+    sums_[block][3] += factor * sums.w;
+  }
+
   __device__ void Scale(float factor) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {

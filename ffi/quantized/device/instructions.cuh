@@ -301,7 +301,7 @@ JGG_HOST_DEVICE uint32_t MultiplyAdd2(uint32_t a, uint32_t b, uint32_t c) {
 
 // Products of pairs of bfloat16, by an instruction of sm90; subnormals count.
 JGG_HOST_DEVICE uint32_t Multiply2(uint32_t a, uint32_t b) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t pair;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
   return pair;
