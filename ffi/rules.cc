@@ -280,6 +280,8 @@ void DefineRules(nb::module_& m) {
       "along"_a,
       "Why the kernels cannot take an fp8_quantize of x (rows, columns); along: elements of a line "
       "of the result where blocks lie along rows, else 0.");
+  m.def("fp8_cast_problem", &rules::Fp8CastProblem, nb::kw_only(), "columns"_a, "along"_a,
+        "Why the kernel cannot take an fp8_cast of x (rows, columns); along as above.");
   m.def("fp8_dequantize_problem", &rules::Fp8DequantizeProblem, nb::kw_only(), "rows"_a,
         "columns"_a, "Why the kernel cannot dequantize codes (rows, columns).");
   m.def("fp8_activation_problem", &rules::Fp8ActivationProblem, nb::kw_only(), "columns"_a,

@@ -33,6 +33,12 @@ inline xla::ffi::Error CheckScales(const char* op, const char* name, const char*
   return CheckShape(op, name, letters, scales, shape);
 }
 
+// Of a fast kernel, whose result is bfloat16 or float32.
+inline xla::ffi::Error CheckFastOut(const char* op, DType dtype) {
+  if (dtype != DType::kF16) return xla::ffi::Error::Success();
+  return InvalidArgument(op, "there is no fast kernel of float16 results");
+}
+
 // Codes (..., lines, K) as pairs of them, which TMA copies as it does 16-bit elements.
 inline TensorMapSpec DescribePairs(const xla::ffi::AnyBuffer& codes, int64_t lines,
                                    int64_t groups) {
@@ -52,7 +58,8 @@ inline cudaError_t LaunchFp8(cudaStream_t stream, Fp8GemmSm90& fp8, const Tensor
   operands.l_k_major = operands.r_k_major = true;
   operands.l = l;
   operands.r = r;
-  return LaunchFp8GemmSm90(stream, fp8, operands, rows_first);
+  return fp8.fast ? LaunchFp8FastGemmSm90(stream, fp8, operands, rows_first)
+                  : LaunchFp8GemmSm90(stream, fp8, operands, rows_first);
 #else
   return cudaErrorNoKernelImageForDevice;
 #endif

@@ -4,6 +4,10 @@
 // scale. In wgrad both are scaled line by line, and k are rows of a group, whose blocks are its
 // own. It is grouped_mm's kernel with another product: pairs of e4m3 take the place of 16-bit
 // elements, so a slice is 128 k, a block.
+//
+// A fast kernel is of operands with one scale for a matrix, of which L may be e5m2. Tensor cores add
+// up all k, and scales multiply the result:
+//   out[r, c] = l r[matrix] sum_k L[r, k] R[c, k]
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -36,8 +40,16 @@ struct TileScales {
   int columns, blocks;  // ceil(N / 128), ceil(K / 128)
 };
 
+// A fast kernel's scales: L has one, and R one for each matrix of w; in wgrad it has one, too.
+struct MatrixScales {
+  const float *l, *r;
+};
+
 struct Fp8GemmSm90 {
   GemmSm90 gemm;                   // k and strides along it in pairs of elements
+  bool fast;                       // then of the scales below, only those of matrices are read
+  bool l_e5m2;                     // fast
+  MatrixScales matrix_scales;      // fast
   RowScales x_scales;              // mm
   TileScales w_scales;             // mm
   BlockScales l_scales, r_scales;  // wgrad
@@ -46,5 +58,9 @@ struct Fp8GemmSm90 {
 // `rows_first`: mm, whose results are of 16 bits, has rows as the instruction's M.
 cudaError_t LaunchFp8GemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands,
                               bool rows_first);
+
+// Of fast ones. Results are bfloat16 or float32.
+cudaError_t LaunchFp8FastGemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
+                                  const OperandsSm90& operands, bool rows_first);
 
 }  // namespace jgg

@@ -16,21 +16,35 @@ static constexpr const char* kOp = "fp8_grouped_mm";
 static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer x_scales,
                                ffi::AnyBuffer w, ffi::AnyBuffer w_scales, ffi::AnyBuffer metadata,
                                ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                               MetadataAttrs metadata_attrs, bool clears_rest, bool rows_first) {
-  JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
+                               MetadataAttrs metadata_attrs, bool clears_rest, bool rows_first,
+                               bool fast) {
+  Fp8GemmSm90 fp8{};
+  fp8.fast = fast;
+  JGG_RETURN_IF_ERROR(fast ? CheckEitherCodes(kOp, "x", x, &fp8.l_e5m2) : CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
   const int64_t tokens = x.dimensions()[0], k = x.dimensions()[1];
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "w", "(G, N, K)", w, {-1, -1, k}));
   const int64_t groups = w.dimensions()[0], n = w.dimensions()[1];
   const int64_t blocks = (k + 127) / 128, columns = (n + 127) / 128;
-  JGG_RETURN_IF_ERROR(
-      CheckScales(kOp, "x_scales", "(T, ceil(K / 128))", x_scales, {tokens, blocks}));
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G, ceil(N / 128), ceil(K / 128))", w_scales,
-                                  {groups, columns, blocks}));
+  const auto* of_x = static_cast<const float*>(x_scales.untyped_data());
+  const auto* of_w = static_cast<const float*>(w_scales.untyped_data());
+  if (fast) {
+    JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(1,)", x_scales, {1}));
+    JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G,)", w_scales, {groups}));
+    fp8.matrix_scales = {of_x, of_w};
+  } else {
+    JGG_RETURN_IF_ERROR(
+        CheckScales(kOp, "x_scales", "(T, ceil(K / 128))", x_scales, {tokens, blocks}));
+    JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G, ceil(N / 128), ceil(K / 128))", w_scales,
+                                    {groups, columns, blocks}));
+    fp8.x_scales = {of_x, blocks};
+    fp8.w_scales = {of_w, static_cast<int>(columns), static_cast<int>(blocks)};
+  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {-1, n}));
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
+  if (fast) JGG_RETURN_IF_ERROR(CheckFastOut(kOp, *dtype));
   if (rows_first && *dtype == DType::kF32) {
     return InvalidArgument(kOp, "there is no kernel with rows first of float32 results");
   }
@@ -59,11 +73,7 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   product.n = n;
   product.groups = groups;
   mm.k = k / 2;  // pairs
-  Fp8GemmSm90 fp8{};
   fp8.gemm = MakeGemmSm90(mm);
-  fp8.x_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
-  fp8.w_scales = {static_cast<const float*>(w_scales.untyped_data()), static_cast<int>(columns),
-                  static_cast<int>(blocks)};
   return FromCuda(kOp, LaunchFp8(stream, fp8, DescribePairs(x, tokens, 1),
                                  DescribePairs(w, n, groups), rows_first));
 }
@@ -80,7 +90,8 @@ XLA_FFI_DEFINE_HANDLER(kFp8GroupedMm, Fp8GroupedMm,
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<MetadataAttrs>("metadata")
                            .Attr<bool>("clears_rest")
-                           .Attr<bool>("rows_first"),  // rows are the instruction's M
+                           .Attr<bool>("rows_first")  // rows are the instruction's M
+                           .Attr<bool>("fast"),       // scales are those of matrices
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggFp8GroupedMm(XLA_FFI_CallFrame* call_frame) { return kFp8GroupedMm(call_frame); }

@@ -17,20 +17,34 @@ static constexpr const char* kOp = "fp8_grouped_wgrad";
 static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer dy_scales,
                                   ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::AnyBuffer pairs,
                                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                                  bool existing_out) {
-  JGG_RETURN_IF_ERROR(CheckCodes(kOp, "dy", dy));
+                                  bool existing_out, bool fast) {
+  Fp8GemmSm90 fp8{};
+  fp8.fast = fast;
+  JGG_RETURN_IF_ERROR(fast ? CheckEitherCodes(kOp, "dy", dy, &fp8.l_e5m2)
+                           : CheckCodes(kOp, "dy", dy));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy", "(N, T)", dy, {-1, -1}));
   const int64_t n = dy.dimensions()[0], rows = dy.dimensions()[1], blocks = rows / 128;
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(K, T)", x, {-1, rows}));
   const int64_t k = x.dimensions()[0];
   const int64_t staged = (n + 63) / 64 * kStagedRows;
-  JGG_RETURN_IF_ERROR(
-      CheckScales(kOp, "dy_scales", "(T / 128, ceil(N / 64) * 80)", dy_scales, {blocks, staged}));
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(T / 128, K)", x_scales, {blocks, k}));
+  const auto* of_dy = static_cast<const float*>(dy_scales.untyped_data());
+  const auto* of_x = static_cast<const float*>(x_scales.untyped_data());
+  if (fast) {
+    JGG_RETURN_IF_ERROR(CheckScales(kOp, "dy_scales", "(1,)", dy_scales, {1}));
+    JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(1,)", x_scales, {1}));
+    fp8.matrix_scales = {of_dy, of_x};
+  } else {
+    JGG_RETURN_IF_ERROR(CheckScales(kOp, "dy_scales", "(T / 128, ceil(N / 64) * 80)", dy_scales,
+                                    {blocks, staged}));
+    JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(T / 128, K)", x_scales, {blocks, k}));
+    fp8.l_scales = {of_dy, staged};
+    fp8.r_scales = {of_x, k};
+  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(G, N, K)", *out, {-1, n, k}));
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
+  if (fast) JGG_RETURN_IF_ERROR(CheckFastOut(kOp, *dtype));
   WgradSm90 wgrad{};
   ProductSm90& product = wgrad.product;
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, {"sizes", false, false}, pairs, &product.metadata));
@@ -58,10 +72,7 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
   product.rows_x = product.rows_y = rows / 2;  // pairs
   wgrad.m = n;
   wgrad.out_group = n * k;
-  Fp8GemmSm90 fp8{};
   fp8.gemm = MakeGemmSm90(wgrad);
-  fp8.l_scales = {static_cast<const float*>(dy_scales.untyped_data()), staged};
-  fp8.r_scales = {static_cast<const float*>(x_scales.untyped_data()), k};
   return FromCuda(kOp, LaunchFp8(stream, fp8, DescribePairs(dy, n, 1), DescribePairs(x, k, 1)));
 }
 
@@ -75,7 +86,8 @@ XLA_FFI_DEFINE_HANDLER(kFp8GroupedWgrad, Fp8GroupedWgrad,
                            .Arg<ffi::AnyBuffer>()  // pairs
                            .RemainingArgs()        // existing_out
                            .Ret<ffi::AnyBuffer>()  // out
-                           .Attr<bool>("existing_out"),
+                           .Attr<bool>("existing_out")
+                           .Attr<bool>("fast"),  // scales are those of matrices
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggFp8GroupedWgrad(XLA_FFI_CallFrame* call_frame) {

@@ -2,7 +2,7 @@
 // tiles of 128 rows and 256 columns, one above the other in a pair of blocks, which share R:
 //   warp 0  schedules
 //   warp 1  copies slices of L and R
-//   warp 2  puts a stage's scales beside it
+//   warp 2  puts a stage's scales beside it; a fast kernel has none
 //   warp 3  stores
 #pragma once
 
@@ -26,12 +26,19 @@ struct Fp8LoaderSm90 : LoaderSm90 {
 struct Fp8MmSm90 : ProductsSm90 {
   static constexpr bool kLKMajor = true, kRKMajor = true;
   static constexpr int kRows = 128, kBlocks = 2;
+  static constexpr bool kFast = false, kLE5M2 = false;
 };
 struct Fp8RowsFirstSm90 : Fp8MmSm90 {
   static constexpr bool kRowsFirst = true;
 };
 struct Fp8WgradSm90 : Fp8MmSm90 {
   static constexpr bool kRaggedK = true;
+};
+
+// The fast kernel of each. kE5M2: L's codes.
+template <typename Products, bool kE5M2>
+struct Fp8FastSm90 : Products {
+  static constexpr bool kFast = true, kLE5M2 = kE5M2;
 };
 
 // Element: of the result.
@@ -44,21 +51,25 @@ struct Fp8StoreSm90 : StoreSm90 {
 template <typename Products, typename Store>
 struct Fp8GemmSm90Config : Fp8LoaderSm90, Products, Store {
   using Products::kRows, Products::kBlocks, Products::kPlanes, Products::kRaggedK,
-      Products::kRowsFirst;
+      Products::kRowsFirst, Products::kFast;
   using Store::kWide;
   static_assert(!kRowsFirst || (!kRaggedK && !kWide));
   static constexpr int kScheduledBlocks = kBlocks;
   static constexpr int kThreads = 384, kWorks = 4, kHalves = 1;
-  static constexpr int kFeedRegisters = 72, kMultiplyRegisters = 216;
+  // Promotion has a second set of sums. Without it there are registers for those that feed.
+  static constexpr int kFeedRegisters = kFast ? 104 : 72;
+  static constexpr int kMultiplyRegisters = kFast ? 200 : 216;
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   // So many rows leave at a time, in a box. Few large boxes are faster. Tiles of wgrad end with a
   // box.
   static constexpr int kStoreChunk = 64, kStoreBuffers = kWide ? 2 : 4;
   using Epilogue = StagedSm90<kStoreChunk>;
-  using Scales =
+  using ScalesOfBlocks =
       std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks>,
                          std::conditional_t<kRowsFirst, MmRowScales<kRows>, MmScales<kRows>>>;
+  using Scales = std::conditional_t<kFast, Nothing, ScalesOfBlocks>;
+  static constexpr int kScaleWarps = kFast ? 0 : 1;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
 
   struct SharedMemory {
@@ -247,15 +258,22 @@ __device__ ChunkPlace PlaceOfFp8Chunk(int chunk, int group) {
 
 // One of the two warpgroups that multiply.
 template <typename Config>
-__device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemory& memory,
+__device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
+                                                     typename Config::SharedMemory& memory,
                                                      int group) {
-  using P = std::conditional_t<Config::kRowsFirst, Fp8RowProducts<Config>, Fp8Products<Config>>;
+  using Promoting =
+      std::conditional_t<Config::kRowsFirst, Fp8RowProducts<Config>, Fp8Products<Config>>;
+  using P = std::conditional_t<Config::kFast, Fp8FastProducts<Config>, Promoting>;
   using T = typename Config::Element;
   Place<Config::kStages> at;
   CountedPlace<Config::kStoreBuffers> staged_chunks;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     typename P::Sums sums;
-    P::MultiplyTile(memory, work, group, at, sums);
+    if constexpr (Config::kFast) {
+      P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums);
+    } else {
+      P::MultiplyTile(memory, work, group, at, sums);
+    }
     constexpr int kChunk = Config::kStoreChunk;
 #pragma unroll
     for (int chunk = 0; chunk < kChunksOfFp8<Config>; ++chunk) {
@@ -333,7 +351,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     memory.stores.Init(1);
     // A stage is full when one thread's copies and the scales are there. Warps 1, 2 and 3 read
     // tiles of work.
-    InitRings<Config>(memory, 1 + kArrivingLanes, 3);
+    constexpr int kScaleWarps = Config::kScaleWarps;
+    InitRings<Config>(memory, 1 + kScaleWarps * kArrivingLanes, 2 + kScaleWarps);
     Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     Prefetch(&gemm.out_map);
@@ -343,7 +362,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warp < 4) {
     GiveRegisters<Config::kFeedRegisters>();
     if (warp == 2) {
-      ScaleWarp<Config>(fp8, memory);
+      if constexpr (!Config::kFast) ScaleWarp<Config>(fp8, memory);
     } else if (warp == 3) {
       StoreFp8Warp<Config>(gemm, memory);
     } else if (warp == 0) {
@@ -354,7 +373,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    MultiplyFp8Warpgroup<Config>(memory, warp / 4 - 1);
+    MultiplyFp8Warpgroup<Config>(fp8, memory, warp / 4 - 1);
   }
   ClusterSync();
 }

@@ -1,0 +1,28 @@
+// Kernels of FP8 products whose operands have one scale for a matrix, and no promotion.
+#include "fp8/gemm_sm90.cuh"
+
+namespace jgg {
+
+template <typename Products, typename Element>
+static cudaError_t LaunchFast(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands) {
+  return DispatchBool(fp8.l_e5m2, [&](auto e5m2) {
+    return LaunchFp8ConfigSm90<device::Fp8FastSm90<Products, e5m2.value>, Element>(stream, fp8,
+                                                                                   operands);
+  });
+}
+
+cudaError_t LaunchFp8FastGemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
+                                  const OperandsSm90& operands, bool rows_first) {
+  using cutlass::bfloat16_t, device::Fp8MmSm90, device::Fp8RowsFirstSm90, device::Fp8WgradSm90;
+  fp8.gemm.l_k_major = fp8.gemm.r_k_major = true;
+  const bool wgrad = fp8.gemm.wgrad;
+  if (fp8.gemm.out_dtype == DType::kF32) {
+    return wgrad ? LaunchFast<Fp8WgradSm90, float>(stream, fp8, operands)
+                 : LaunchFast<Fp8MmSm90, float>(stream, fp8, operands);
+  }
+  if (wgrad) return LaunchFast<Fp8WgradSm90, bfloat16_t>(stream, fp8, operands);
+  return rows_first ? LaunchFast<Fp8RowsFirstSm90, bfloat16_t>(stream, fp8, operands)
+                    : LaunchFast<Fp8MmSm90, bfloat16_t>(stream, fp8, operands);
+}
+
+}  // namespace jgg
