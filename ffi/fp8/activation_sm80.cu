@@ -2,8 +2,8 @@
 
 #include "common/blocks_that_fit.h"
 #include "common/dispatch.h"
-#include "common/sample.h"
 #include "fp8/device/activation.cuh"
+#include "fp8/dispatch_gated.h"
 #include "fp8/launch_sm80.cuh"
 #include "fp8/rules.h"
 
@@ -11,16 +11,6 @@ namespace jgg {
 
 using namespace fp8;
 using namespace fp8::device;
-
-// function(ActivationOf<activation>{}). A sample has the first that is gated.
-template <typename Function>
-static cudaError_t DispatchGated(Activation activation, Function function) {
-  cudaError_t error = cudaErrorNoKernelImageForDevice;
-  DispatchActivation<true>(activation, [&](auto of) {
-    if constexpr (!kSample || decltype(of)::kActivation == kFirstGated) error = function(of);
-  });
-  return error;
-}
 
 cudaError_t LaunchFp8ActivationSm80(cudaStream_t stream, const Fp8ActivationSm80& args,
                                     const Fp8Codes& to) {

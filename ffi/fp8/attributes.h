@@ -1,5 +1,5 @@
-// Attributes of fp8_quantize, and of fp8_cast: all that there are. The first two say which codes are
-// results.
+// Attributes of fp8_quantize, and of fp8_cast: all that there are. The first two say which codes
+// are results.
 #pragma once
 
 #include "common/attributes.h"

@@ -26,7 +26,8 @@ static ffi::Error CheckAligned(const void* data) {
 
 static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& scales,
                                const ffi::AnyBuffer& sizes, const ffi::AnyBuffer& list,
-                               const Fp8CastAttrs& attrs, Fp8CastSm80* args) {
+                               const ffi::AnyBuffer& wanted, const Fp8CastAttrs& attrs,
+                               Fp8CastSm80* args) {
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(M, R, C)", x, {-1, -1, -1}));
   args->dtype = *ToDType(x.element_type());
@@ -45,6 +46,12 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "list", "(R,)", list, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "list", list, ffi::S32, "int32"));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "wanted", "(1,) or (0,)", wanted, {-1}));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "wanted", wanted, ffi::S32, "int32"));
+  if (wanted.element_count() > (has_codes ? 0 : 1)) {
+    return InvalidArgument(kOp, "wanted is one number, where there are no codes");
+  }
+  args->wanted = DataOrNull<int32_t>(wanted);
   args->list = DataOrNull<int32_t>(list);
   args->sizes = DataOrNull<int32_t>(sizes);
   if ((args->list != nullptr || args->sizes != nullptr) && args->matrices != 1) {
@@ -90,20 +97,18 @@ static ffi::Error BindResults(ffi::RemainingRets results, const Fp8CastAttrs& at
   }
   size_t at = 0;
   if (attrs.along_columns) {
-    JGG_RETURN_IF_ERROR(
-        BindCodes(results, at++, args->rows, args->columns, args, &args->codes));
+    JGG_RETURN_IF_ERROR(BindCodes(results, at++, args->rows, args->columns, args, &args->codes));
   }
   if (attrs.along_rows) {
-    JGG_RETURN_IF_ERROR(
-        BindCodes(results, at++, args->columns, args->along, args, &args->turned));
+    JGG_RETURN_IF_ERROR(BindCodes(results, at++, args->columns, args->along, args, &args->turned));
   }
   if (attrs.largest) {
     auto largest = results.get<ffi::AnyBuffer>(at++);
     if (!largest) return largest.error();
     JGG_RETURN_IF_ERROR(CheckDtype(kOp, "largest", **largest, ffi::U32, "uint32"));
     const int64_t parts = args->has_codes() ? args->blocks() : -1;
-    JGG_RETURN_IF_ERROR(CheckShape(kOp, "largest", "(M, parts, 2)", **largest,
-                                   {args->matrices, parts, 2}));
+    JGG_RETURN_IF_ERROR(
+        CheckShape(kOp, "largest", "(M, parts, 2)", **largest, {args->matrices, parts, 2}));
     args->parts = (*largest)->dimensions()[1];
     args->largest = (*largest)->untyped_data();
   }
@@ -115,10 +120,10 @@ static ffi::Error BindResults(ffi::RemainingRets results, const Fp8CastAttrs& at
 }
 
 static ffi::Error Fp8Cast(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scales,
-                          ffi::AnyBuffer sizes, ffi::AnyBuffer list, ffi::RemainingRets results,
-                          Fp8CastAttrs attrs) {
+                          ffi::AnyBuffer sizes, ffi::AnyBuffer list, ffi::AnyBuffer wanted,
+                          ffi::RemainingRets results, Fp8CastAttrs attrs) {
   Fp8CastSm80 args{};
-  JGG_RETURN_IF_ERROR(BindOperands(x, scales, sizes, list, attrs, &args));
+  JGG_RETURN_IF_ERROR(BindOperands(x, scales, sizes, list, wanted, attrs, &args));
   JGG_RETURN_IF_ERROR(BindResults(results, attrs, &args));
   const int64_t along = args.turned != nullptr ? args.along : 0;
   if (auto reason = rules::Fp8CastProblem(args.columns, along)) return Unimplemented(kOp, *reason);
@@ -132,6 +137,7 @@ XLA_FFI_DEFINE_HANDLER(kFp8Cast, Fp8Cast,
                            .Arg<ffi::AnyBuffer>()  // scales, or empty
                            .Arg<ffi::AnyBuffer>()  // sizes, or empty
                            .Arg<ffi::AnyBuffer>()  // list, or empty
+                           .Arg<ffi::AnyBuffer>()  // wanted, or empty
                            .RemainingRets()  // codes either way, largest magnitudes; workspace
                            .Attrs<Fp8CastAttrs>(),
                        {ffi::Traits::kCmdBufferCompatible});

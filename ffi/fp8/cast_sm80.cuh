@@ -22,11 +22,11 @@ cudaError_t LaunchFp8CastSm80Instance(cudaStream_t stream, const Fp8CastSm80& ar
   p.x_lines = args.x_lines;
   if (p.list != nullptr) {
     const int64_t spans = kSliceBytes / (p.x_lines * kBlock * Size(kOf));
-    p.slice = static_cast<uint32_t>(
-        std::clamp<int64_t>(spans, 1, CeilDiv(p.columns, kBlock)));
+    p.slice = static_cast<uint32_t>(std::clamp<int64_t>(spans, 1, CeilDiv(p.columns, kBlock)));
   }
   cast.turned = static_cast<uint8_t*>(args.turned);
   cast.known = args.scales;
+  cast.wanted = args.wanted;
   cast.largest = static_cast<uint2*>(args.largest);
   if (args.sizes != nullptr) {
     const int64_t tiles = args.turned != nullptr ? args.tiles() : 0;

@@ -1,5 +1,5 @@
-// The kernels of matrices with one scale each, on any GPU: x (M, R, C) to codes with a scale that is
-// known, and x's largest magnitudes, see device/cast.cuh. R may be grouped, where M is 1.
+// The kernels of matrices with one scale each, on any GPU: x (M, R, C) to codes with a scale that
+// is known, and x's largest magnitudes, see device/cast.cuh. R may be grouped, where M is 1.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,11 +21,13 @@ struct Fp8CastSm80 {
   int64_t groups;
   const int32_t* list;  // (R,): the line of x that each row is, or null
   int64_t x_lines;
-  int64_t along;    // R, of groups padded: elements of a line of `turned`
-  void* codes;      // (M, R, C), or null
-  void* turned;     // (M, C, along), or null
-  void* largest;    // (M, parts, 2), or null
-  int64_t parts;    // blocks() where there are codes
+  int64_t along;  // R, of groups padded: elements of a line of `turned`
+  void* codes;    // (M, R, C), or null
+  void* turned;   // (M, C, along), or null
+  void* largest;  // (M, parts, 2), or null
+  int64_t parts;  // blocks() where there are codes
+  const int32_t*
+      wanted;       // (1,): whether anyone asks for `largest`, where there are no codes; or null
   void* workspace;  // 4 * workspace_words() bytes
 
   bool has_codes() const { return codes != nullptr || turned != nullptr; }

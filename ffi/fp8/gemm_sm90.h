@@ -5,8 +5,8 @@
 // own. It is grouped_mm's kernel with another product: pairs of e4m3 take the place of 16-bit
 // elements, so a slice is 128 k, a block.
 //
-// A fast kernel is of operands with one scale for a matrix, of which L may be e5m2. Tensor cores add
-// up all k, and scales multiply the result:
+// A fast kernel is of operands with one scale for a matrix, of which L, or in wgrad R, may be e5m2.
+// Tensor cores add up all k, and scales multiply the result:
 //   out[r, c] = l r[matrix] sum_k L[r, k] R[c, k]
 #pragma once
 
@@ -48,7 +48,7 @@ struct MatrixScales {
 struct Fp8GemmSm90 {
   GemmSm90 gemm;                   // k and strides along it in pairs of elements
   bool fast;                       // then of the scales below, only those of matrices are read
-  bool l_e5m2;                     // fast
+  bool l_e5m2, r_e5m2;             // fast: codes of one of them may be; of R in wgrad alone
   MatrixScales matrix_scales;      // fast
   RowScales x_scales;              // mm
   TileScales w_scales;             // mm

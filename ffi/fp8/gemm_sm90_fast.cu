@@ -3,12 +3,21 @@
 
 namespace jgg {
 
+template <typename Products, typename Element, bool kL, bool kR>
+static cudaError_t LaunchFast(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands) {
+  return LaunchFp8ConfigSm90<device::Fp8FastSm90<Products, kL, kR>, Element>(stream, fp8, operands);
+}
+
 template <typename Products, typename Element>
 static cudaError_t LaunchFast(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands) {
-  return DispatchBool(fp8.l_e5m2, [&](auto e5m2) {
-    return LaunchFp8ConfigSm90<device::Fp8FastSm90<Products, e5m2.value>, Element>(stream, fp8,
-                                                                                   operands);
-  });
+  if (fp8.r_e5m2) {
+    if constexpr (Products::kRaggedK) {
+      if (!fp8.l_e5m2) return LaunchFast<Products, Element, false, true>(stream, fp8, operands);
+    }
+    return cudaErrorNotSupported;
+  }
+  return fp8.l_e5m2 ? LaunchFast<Products, Element, true, false>(stream, fp8, operands)
+                    : LaunchFast<Products, Element, false, false>(stream, fp8, operands);
 }
 
 cudaError_t LaunchFp8FastGemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8,

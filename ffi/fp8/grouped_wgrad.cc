@@ -22,7 +22,10 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
   fp8.fast = fast;
   JGG_RETURN_IF_ERROR(fast ? CheckEitherCodes(kOp, "dy", dy, &fp8.l_e5m2)
                            : CheckCodes(kOp, "dy", dy));
-  JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
+  JGG_RETURN_IF_ERROR(fast ? CheckEitherCodes(kOp, "x", x, &fp8.r_e5m2) : CheckCodes(kOp, "x", x));
+  if (fp8.l_e5m2 && fp8.r_e5m2) {
+    return Unimplemented(kOp, "there is no kernel of two operands of e5m2");
+  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy", "(N, T)", dy, {-1, -1}));
   const int64_t n = dy.dimensions()[0], rows = dy.dimensions()[1], blocks = rows / 128;
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(K, T)", x, {-1, rows}));
@@ -35,8 +38,8 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
     JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(1,)", x_scales, {1}));
     fp8.matrix_scales = {of_dy, of_x};
   } else {
-    JGG_RETURN_IF_ERROR(CheckScales(kOp, "dy_scales", "(T / 128, ceil(N / 64) * 80)", dy_scales,
-                                    {blocks, staged}));
+    JGG_RETURN_IF_ERROR(
+        CheckScales(kOp, "dy_scales", "(T / 128, ceil(N / 64) * 80)", dy_scales, {blocks, staged}));
     JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(T / 128, K)", x_scales, {blocks, k}));
     fp8.l_scales = {of_dy, staged};
     fp8.r_scales = {of_x, k};

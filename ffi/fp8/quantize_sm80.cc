@@ -12,9 +12,8 @@ cudaError_t LaunchFp8QuantizeSm80(cudaStream_t stream, const Fp8QuantizeSm80& ar
 }
 
 cudaError_t LaunchFp8CastSm80(cudaStream_t stream, const Fp8CastSm80& args) {
-  return DispatchDType(args.dtype, [&](auto dtype) {
-    return LaunchFp8CastSm80Instance<dtype.value>(stream, args);
-  });
+  return DispatchDType(
+      args.dtype, [&](auto dtype) { return LaunchFp8CastSm80Instance<dtype.value>(stream, args); });
 }
 
 }  // namespace jgg

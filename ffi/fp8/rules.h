@@ -34,8 +34,8 @@ inline Reason Fp8QuantizeProblem(int64_t rows, int64_t columns, int64_t along) {
   return std::nullopt;
 }
 
-// x (R, C), R of all matrices together, to codes with a scale that is known. `along` as above. Codes
-// are written in pieces of 16.
+// x (R, C), R of all matrices together, to codes with a scale that is known. `along` as above.
+// Codes are written in pieces of 16.
 inline Reason Fp8CastProblem(int64_t columns, int64_t along) {
   if (auto reason = NeedsMultiple("C", 16, columns)) return reason;
   return NeedsMultiple("R", 16, along);

@@ -148,12 +148,7 @@ def quantize(x, seed, *, block, scale_format: str, element: str):
     """``(codes, scales)`` of x ``(..., R, C)``; without a ``seed`` of two words to nearest."""
     kind = ELEMENTS[element]
     b = fb.bits(x)
-    amax = largest_of_blocks(fb.magnitude(b), block)
-    scale = fb.divide(amax, fb.bits(jnp.full(amax.shape, kind.largest, jnp.float32)))
-    if scale_format == "e8m0":
-        scale = (scale + u32(0x007FFFFF)) & u32(0x7F800000)
-    scale = jnp.maximum(scale, u32(_LEAST_SCALE))
-    scale = jnp.where(amax == 0, u32(_ONE), jnp.where(amax < u32(fb.INF), scale, u32(fb.NAN)))
+    scale = scale_of(largest_of_blocks(fb.magnitude(b), block), scale_format, element)
     scale = lax.optimization_barrier(scale)  # once per block
     q = fb.divide(b, spread(scale, x.shape, block))
     if seed is None:
@@ -163,6 +158,16 @@ def quantize(x, seed, *, block, scale_format: str, element: str):
     nan = fb.magnitude(q) > u32(fb.INF)
     code = jnp.where(nan, u32(0), code | ((b >> 31) << 7))
     return lax.bitcast_convert_type(code.astype(jnp.uint8), kind.dtype), fb.value(scale)
+
+
+def scale_of(amax, scale_format: str, element: str):
+    """Bits of scales, of those of largest magnitudes."""
+    largest = fb.bits(jnp.full(amax.shape, ELEMENTS[element].largest, jnp.float32))
+    scale = fb.divide(amax, largest)
+    if scale_format == "e8m0":
+        scale = (scale + u32(0x007FFFFF)) & u32(0x7F800000)
+    scale = jnp.maximum(scale, u32(_LEAST_SCALE))
+    return jnp.where(amax == 0, u32(_ONE), jnp.where(amax < u32(fb.INF), scale, u32(fb.NAN)))
 
 
 def random(shape, seed):

@@ -20,24 +20,29 @@ from . import blocks
 def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
     """Custom call ``jgg_fp8_grouped_mm``: x, its scales, w, its scales, metadata[, group_offset] ->
     out. Options are done to float32 sums behind it. Lines of codes, and of the result, are padded
-    to whole 16 bytes. ``jgg_fp8_grouped_mm_sm89`` is the same; ``jgg_fp8_grouped_mm_sm100`` has a
+    to whole 16 bytes. Where w has a scale for each matrix, so does x, and the call is a fast one.
+    ``jgg_fp8_grouped_mm_sm89`` is the same; ``jgg_fp8_grouped_mm_sm100`` has a
     workspace, and no float16 results."""
+    fast = w.block is None
     if not product.transpose_w:  # eight bits are multiplied as they lie, along K
-        w = dataclasses.replace(w, weight=w.weight.swapaxes(1, 2), scales=w.scales.swapaxes(1, 2))
+        scales = w.scales if fast else w.scales.swapaxes(1, 2)
+        w = dataclasses.replace(w, weight=w.weight.swapaxes(1, 2), scales=scales)
     rest, n = groups.narrow(x.shape[0], w.shape[0]), w.shape[1]
     # Blocks of 128 have whole pieces of 16 and 8, so there are no more scales.
     rows, weight = _padded(x.weight, 1, 16), _padded(_padded(w.weight, 2, 16), 1, 8)
-    operands = rows, x.scales, weight, w.scales, *rest
+    operands = rows, x.scales.reshape(1) if fast else x.scales, weight, w.scales, *rest
     flags = {
         "metadata": metadata_flags(groups),
         "clears_rest": product.clears_rest,
     }
 
     def run_sm90(of: Mm):
-        first = plan.config["rows_first"] and of.out_dtype.name != "float32"
-        out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), of.out_dtype)
+        dtype = _of_fast(of.out_dtype) if fast else of.out_dtype
+        first = plan.config["rows_first"] and dtype.name != "float32"
+        out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), dtype)
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm", out)
-        return _cut(call(*operands, **attributes(flags | {"rows_first": first})), 1, n)
+        more = {"rows_first": first, "fast": fast}
+        return _cut(call(*operands, **attributes(flags | more)), 1, n).astype(of.out_dtype)
 
     def run_sm89(of: Mm):
         out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), of.out_dtype)
@@ -61,22 +66,33 @@ def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
 def grouped_wgrad(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):
     """Custom call ``jgg_fp8_grouped_wgrad``: dy, its scales, x, its scales, pairs of rows[,
     existing_out] -> out. Lines of the result are padded to pieces of 8 columns. Scales come block
-    by block, so that the kernel copies those of a tile at once."""
+    by block, so that the kernel copies those of a tile at once; where there is one for each
+    operand, the call is a fast one."""
     del plan
-    rows, groups = x.positions.shape[0], group_sizes.shape[0]
+    rows, groups, fast = x.positions.shape[0], group_sizes.shape[0], x.block is None
     # So that the result is NaN where sizes are not those of the operands.
     scales = dy.scales * as_promised(group_sizes, blocks.GROUPED, x, dy)
     pairs = padding.padded_sizes(group_sizes, rows, blocks.GROUPED) // 2
-    weight, x_scales = (_padded(a, 0, 8) for a in (x.weight, x.scales))
-    out = jax.ShapeDtypeStruct((groups, dy.shape[0], weight.shape[0]), dtype)
+    weight = _padded(x.weight, 0, 8)
+    if fast:
+        of_dy, of_x = scales.reshape(1), x.scales.reshape(1)
+    else:
+        of_dy, of_x = _staged(scales), _padded(x.scales, 0, 8).T
+    made = _of_fast(dtype) if fast else dtype
+    out = jax.ShapeDtypeStruct((groups, dy.shape[0], weight.shape[0]), made)
     more = [] if existing_out is None else [_padded(existing_out, 2, 8)]
     aliases = {5: 0} if more else None
     call = jax.ffi.ffi_call("jgg_fp8_grouped_wgrad", out, input_output_aliases=aliases)
     sums = call(
-        dy.weight, _staged(scales), weight, x_scales.T, pairs.astype(jnp.int32), *more,
-        **attributes({"existing_out": bool(more)}),
+        dy.weight, of_dy, weight, of_x, pairs.astype(jnp.int32), *more,
+        **attributes({"existing_out": bool(more), "fast": fast}),
     )  # fmt: skip
-    return _cut(sums, 2, x.shape[0])
+    return _cut(sums, 2, x.shape[0]).astype(dtype)
+
+
+def _of_fast(dtype):
+    """The dtype of a fast kernel's result, none of which is float16."""
+    return jnp.dtype(jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype)
 
 
 def grouped_wgrad_sm89(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):

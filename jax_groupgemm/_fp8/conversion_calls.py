@@ -67,6 +67,73 @@ def quantize(x, group_sizes, seed, row_index, *, axes, block, scale_format, elem
     return sum((made[axis] for axis in axes), ())
 
 
+def cast(x, scales, group_sizes, row_index, *, axes, measures, element, power_of_two):
+    """Custom call ``jgg_fp8_cast``: x (M, R, C), scales (M,), sizes, list of rows, - -> codes along
+    ``axes``, largest magnitudes of each thread block, workspace."""
+    del power_of_two
+    *lead, stored, columns = x.shape
+    matrices, rows = math.prod(lead), stored if row_index is None else row_index.shape[0]
+    sizes, along, workspace = _groups(group_sizes, rows, -2 in axes)
+    dtype = blocks.ELEMENTS[element].dtype
+    shapes = {-1: (rows, columns), -2: (columns, along)}
+    stored_axes = sorted(axes, reverse=True)
+    results = [jax.ShapeDtypeStruct((matrices, *shapes[a]), dtype) for a in stored_axes]
+    if measures:
+        tiles = -(-(along if -2 in axes else rows) // 128)
+        results.append(_parts(matrices, tiles * -(-columns // 128)))
+    listed = _none() if row_index is None else row_index
+    operands = (
+        x.reshape(matrices, stored, columns),
+        scales.reshape(matrices),
+        sizes,
+        listed,
+        _none(),
+    )
+    call = jax.ffi.ffi_call("jgg_fp8_cast", [*results, workspace])
+    flags = {"along_columns": -1 in axes, "along_rows": -2 in axes, "largest": measures}
+    *found, _ = call(*operands, **attributes(flags))
+    made = {a: of.reshape(*lead, *shapes[a]) for a, of in zip(stored_axes, found, strict=False)}
+    out = tuple(made[axis] for axis in axes)
+    return (*out, found[-1].max(1).reshape(*lead, 2)) if measures else out
+
+
+def largest(x, group_sizes, wanted):
+    """Custom call ``jgg_fp8_cast``, of no codes: x (M, R, C), -, sizes, -, wanted -> largest
+    magnitudes of each thread block, workspace."""
+    *lead, rows, columns = x.shape
+    matrices = math.prod(lead)
+    sizes, _, workspace = _groups(group_sizes, rows, False)
+    asked = _none() if wanted is None else wanted.reshape(1).astype(jnp.int32)
+    # As many thread blocks as run at a time, or fewer where each has little to read.
+    parts = max(1, min(rows * columns >> 14, 1056 // matrices))
+    call = jax.ffi.ffi_call("jgg_fp8_cast", [_parts(matrices, parts), workspace])
+    operands = (
+        x.reshape(matrices, rows, columns),
+        jnp.zeros((0,), jnp.float32),
+        sizes,
+        _none(),
+        asked,
+    )
+    flags = {"along_columns": False, "along_rows": False, "largest": True}
+    found, _ = call(*operands, **attributes(flags))
+    return found.max(1).reshape(*lead, 2)
+
+
+def _none():
+    return jnp.zeros((0,), jnp.int32)
+
+
+def _parts(matrices: int, parts: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((matrices, parts, 2), jnp.uint32)
+
+
+def _groups(group_sizes, rows: int, along_rows: bool):
+    """As :func:`groups_of`, also of rows without groups."""
+    if group_sizes is None:
+        return _none(), rows, jax.ShapeDtypeStruct((0,), jnp.int32)
+    return groups_of(group_sizes, rows, along_rows)
+
+
 def dequantize(codes, scales, *, block, dtype):
     """Custom call ``jgg_fp8_dequantize``: codes (M, R, C), scales -> values."""
     matrices = math.prod(codes.shape[:-2])

@@ -21,10 +21,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core import conversion, dtypes, partition
+from .._core import float_bits as fb
 from .._kernels import problems
 from .._quantized import padding
 from .._quantized.array import Quantized
-from . import blocks, conversion_calls
+from . import blocks, cast, conversion_calls
 
 
 def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
@@ -156,9 +157,20 @@ def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_
     elif group_sizes is not None:
         inside = padding.covered(group_sizes, x.shape[0])
         x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
+    if block is None and seed is None and x.ndim > 1:
+        return _of_matrices(x, axis, scale_format, element)
     if axis == -2:
         x = x.swapaxes(-1, -2)
     return blocks.quantize(x, seed, block=block, scale_format=scale_format, element=element)
+
+
+def _of_matrices(x, axis: int, scale_format: str, element: str):
+    """The same with a scale for each matrix, rounded to nearest."""
+    amax = cast.largest(x)[..., 0]
+    scales = fb.value(blocks.scale_of(amax, scale_format, element))
+    of_two = scale_format == "e8m0"
+    (codes,) = cast.codes(x, scales, axes=(axis,), element=element, power_of_two=of_two)
+    return codes, scales
 
 
 def _problem(x, group_sizes, _, row_index, *, axes: tuple[int, ...], block, **__):

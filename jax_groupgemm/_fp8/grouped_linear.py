@@ -25,7 +25,7 @@ from . import state as states
 from .grouped_mm import along_last, fp8_grouped_mm, of_gradient
 from .grouped_wgrad import grouped_wgrad
 from .quantize import fp8_quantize
-from .recipe import FP8Recipe, Precision, by_tensor
+from .recipe import Accumulate, FP8Recipe, Precision, accumulates, by_tensor
 from .state import FP8State
 
 _DEFAULT = FP8Recipe()
@@ -132,8 +132,8 @@ def shares_codes(recipe: FP8Recipe) -> bool:
 def codes_of_both(w, recipe: FP8Recipe, *, columns: bool) -> tuple[Quantized, Quantized]:
     """Codes as :func:`codes_of` makes them, and their transpose, (G, K, N), as dx contracts it."""
     if by_tensor(recipe):
-        q = tensors.quantized(w)
-        return (convert.exchanged(q), q) if columns else (q, convert.exchanged(q))
+        one, other = tensors.quantized_both(w)
+        return (other, one) if columns else (one, other)
     axis = -2 if columns else -1
     return convert.quantized_both("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
 
@@ -220,7 +220,8 @@ class LinearProducts(Products):
             return grouped_mm(x, w.astype(x.dtype), group_sizes, transpose_w=True, **same)
         if codes is None:
             codes = self._rows(x, group_sizes, keys[0])
-        return fp8_grouped_mm(codes, self._weight(w, q, keys[1]), group_sizes, **same)
+        weight = self._weight(w, q, keys[1])
+        return fp8_grouped_mm(codes, weight, group_sizes, **same, accumulate=self._accumulate(0))
 
     def shared(self, w, moves):
         if not shares_codes(self.recipe):
@@ -241,7 +242,8 @@ class LinearProducts(Products):
         if codes is None:
             codes = self._rows(dy, group_sizes, keys[0], self.recipe.gradient_format)
         weight = self._weight(w, q, keys[1])
-        return of_gradient(self.op, codes, weight, segments.sizes(group_sizes), dy.dtype)
+        metadata, how = segments.sizes(group_sizes), self._accumulate(1)
+        return of_gradient(self.op, codes, weight, metadata, dy.dtype, accumulate=how)
 
     def dw(self, dy, x, codes, group_sizes, keys, groups, dtype):
         if not self.packs:
@@ -252,9 +254,10 @@ class LinearProducts(Products):
             x = self._along_t(x, group_sizes, keys[1])
         if codes is None:
             codes = self._along_t(dy, group_sizes, keys[0], self.recipe.gradient_format)
+        static: dict[str, Any] = {"dtype": dtype, "accumulate": self._accumulate(2)}
         if self.columns:
-            return grouped_wgrad(codes, x, group_sizes, dtype=dtype).swapaxes(1, 2)
-        return grouped_wgrad(x, codes, group_sizes, dtype=dtype)
+            return grouped_wgrad(codes, x, group_sizes, **static).swapaxes(1, 2)
+        return grouped_wgrad(x, codes, group_sizes, **static)
 
     @property
     def packs(self):
@@ -262,16 +265,19 @@ class LinearProducts(Products):
 
     def packed(self, x, group_sizes, state):
         if self._reads_once(self.recipe.forward):
-            return convert.quantized_lines(x, group_sizes)
-        return None, self._along_t(x, group_sizes, None)
+            return *convert.quantized_lines(x, group_sizes), None
+        return None, self._along_t(x, group_sizes, None), None
 
     def both(self, dy, group_sizes, keys, state):
         # Stochastic rounding is bound by instructions, so reading dy once saves nothing.
         if any(key is not None for key in keys) or self.recipe.gradient_format != "e4m3":
-            return None, None
+            return None, None, None
         if not self._reads_once(self.recipe.dgrad):
-            return None, None
-        return convert.quantized_lines(dy, group_sizes)
+            return None, None, None
+        return *convert.quantized_lines(dy, group_sizes), None
+
+    def _accumulate(self, product: int) -> Accumulate:
+        return accumulates(self.recipe)[product]
 
     def _reads_once(self, other: Precision) -> bool:
         """Whether dw and another product read the same array in eight bits, in lines of 128."""
@@ -315,34 +321,48 @@ class TensorProducts(LinearProducts):
     """With one scale for x, one for dy, and one for each matrix of w. Codes of one scale are the
     same along either axis, so an array is quantized once for both of its products."""
 
+    def rows(self, x, group_sizes, state):
+        return self._rows(x, group_sizes, None, state=state, of="x")
+
     def packed(self, x, group_sizes, state):
-        codes = self._rows(x, group_sizes, None, state=state, of="x")
-        return codes, codes
+        return self._lines(x, group_sizes, None, "e4m3", state, "x", self.recipe.forward)
 
     def both(self, dy, group_sizes, keys, state):
         format = self.recipe.gradient_format
-        codes = self._rows(dy, group_sizes, keys[0], format, state=state, of="dy")
-        return codes, codes
+        return self._lines(dy, group_sizes, keys[0], format, state, "dy", self.recipe.dgrad)
 
     def seen(self, a, group_sizes):
         return tensors.seen(a, group_sizes)
 
-    def state_cotangent(self, seen, dy, group_sizes):
-        return FP8State(seen, self.seen(dy, group_sizes))
+    def state_cotangent(self, x, dy):
+        return FP8State(x, dy)
 
     def unpacked(self, kept, dtype):
+        if kept.layout == "grouped":
+            return super().unpacked(kept, dtype)
         return quantized_convert._dequantize(kept, dtype)
 
-    def _rows(self, a, group_sizes, key, format: Any = "e4m3", *, state=None, of: str = ""):
+    def _options(self, key, format: Any, state, of: str) -> dict[str, Any]:
         seed = None if key is None else seed_of(self.op, key)
         ages = None if state is None else getattr(state, of)
-        return tensors.quantized(
-            a, group_sizes=group_sizes, seed=seed, element=format, ages=ages,
-            history=self.recipe.history,
-        )  # fmt: skip
+        return {"seed": seed, "element": format, "ages": ages, "history": self.recipe.history}
+
+    def _lines(self, a, group_sizes, key, format: Any, state, of: str, other: Precision):
+        """As :meth:`packed` and :meth:`both` return it. ``other`` is how the product of rows is
+        done."""
+        options = self._options(key, format, state, of)
+        if {other, self.recipe.wgrad} == {"fp8"}:
+            return tensors.quantized_lines(a, group_sizes, **options)
+        codes = tensors.quantized(a, group_sizes=group_sizes, **options)
+        return codes, codes, None
+
+    def _rows(self, a, group_sizes, key, format: Any = "e4m3", *, state=None, of: str = ""):
+        options = self._options(key, format, state, of)
+        return tensors.quantized(a, group_sizes=group_sizes, **options)
 
     def _along_t(self, a, group_sizes, key, format: Any = "e4m3"):
-        return self._rows(a, group_sizes, key, format)
+        options = self._options(key, format, None, "")
+        return tensors.quantized_lines(a, group_sizes, **options)[1]
 
     def _weight(self, w, q, key):
         if q is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -27,6 +28,7 @@ from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.format import FLOATS
 from . import blocks, call
+from .recipe import ACCUMULATE, Accumulate
 
 
 @operation
@@ -40,6 +42,7 @@ def fp8_grouped_mm(
     activation: Activation | None = None,
     row_scale: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = jnp.bfloat16,
+    accumulate: Accumulate = "exact",
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[t] = x[t] @ w[group(t)].T``; **T (rows) is grouped**, and x and w are in FP8.
@@ -51,7 +54,10 @@ def fp8_grouped_mm(
     Products of codes are summed over each block of K, and each sum times both scales is added in
     float32. Of quantized normal data the result is within 2e-4 (relative Frobenius error, before it
     is rounded) of the product of what ``dequantize`` gives, of numbers of one sign within 1e-3.
-    Rows of no group are exact zeros, whatever they hold.
+    Where x and w have a scale for each matrix, ``accumulate="fast"`` lets tensor cores add up all
+    of K, and scales multiply the result. Hopper keeps about 14 bits of such a sum, so errors grow
+    with K: quantized normal data are within 1e-3 at K = 2048. Rows of no group are exact zeros,
+    whatever they hold.
 
     Kernels take codes of e4m3 ("sm89" also x of e5m2), x in blocks of ``(1, 128)`` and w in blocks
     of ``(128, 128)``, or either with a scale for each matrix, outside of ``vmap`` and on one device
@@ -69,6 +75,8 @@ def fp8_grouped_mm(
       activation: as in :func:`grouped_mm`; gated forms have ``N/2`` columns.
       row_scale: ``(T,)``.
       preferred_element_type: bfloat16, float16 or float32.
+      accumulate: ``"exact"``, or ``"fast"``, which changes nothing where another kernel, or none,
+        runs.
       implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
 
     Returns:
@@ -76,7 +84,7 @@ def fp8_grouped_mm(
 
     Raises:
       ValueError: a mode, axis or shape does not fit, or a sharding over an Explicit mesh, or
-        ``implementation`` cannot run.
+        ``implementation`` cannot run, or ``accumulate`` is none of those.
       TypeError: x or w is not a :class:`Quantized`, or a dtype is none of these.
 
     Differentiable in scales, bias and row_scale; codes are constant. Closed under ``vmap``. Shards
@@ -97,15 +105,24 @@ def fp8_grouped_mm(
     dtype = check.of_dtype(op, "preferred_element_type", preferred)
     check.dtype(op, "preferred_element_type", dtype, FLOATS)
     check.implementation(op, implementation)
+    check_accumulate(op, accumulate)
     product = _product(op, x, dtype, implementation=implementation)
     options = epilogue(op, product, x, w, bias, activation, row_scale)
-    return _MM(x, format.of(w).of_product(w), groups, options, product=product)
+    weight, fast = format.of(w).of_product(w), accumulate == "fast"
+    return _MM(x, weight, groups, options, product=product, fast=fast)
 
 
-def of_rows(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype, **flags) -> jax.Array:
+def check_accumulate(op: str, accumulate) -> None:
+    if not isinstance(accumulate, str) or accumulate not in ACCUMULATE:
+        said = " or ".join(map(repr, ACCUMULATE))
+        raise ValueError(f"jgg.{op}: accumulate={check.describe(accumulate)}, expected {said}")
+
+
+def of_rows(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype, *,
+            accumulate: Accumulate = "exact", **flags) -> jax.Array:  # fmt: skip
     """:func:`fp8_grouped_mm` of checked operands. Flags: ``clears_rest`` of :class:`Mm`."""
-    product = _product(op, x, dtype, **flags)
-    return _MM(x, format.of(w).of_product(w), groups, Epilogue(), product=product)
+    product, weight = _product(op, x, dtype, **flags), format.of(w).of_product(w)
+    return _MM(x, weight, groups, Epilogue(), product=product, fast=accumulate == "fast")
 
 
 def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
@@ -120,11 +137,25 @@ def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
     return all(choose.fused(problem) is not None for problem in both)
 
 
+def takes_matrices(platform: str, w: Quantized, rows: int, dtype, element: str,
+                   accumulate: Accumulate, transposed: bool) -> bool:  # fmt: skip
+    """Whether a kernel multiplies rows in ``element`` by w, both with a scale for each matrix; by
+    the transpose of w with ``transposed``."""
+    groups, n, k = w.shape
+    n, k = (k, n) if transposed else (n, k)
+    blocks_ = (None, None) if accumulate == "fast" else (blocks.LINE, blocks.TILE)
+    problem = problems.Fp8(
+        op="fp8_grouped_mm", platform=platform, out_dtype=jnp.dtype(dtype).name,
+        empty=0 in (rows, groups, n, k), rows=rows, segments=groups, groups=groups, k=k, n=n,
+        elements=(element, "e4m3"), blocks=blocks_, transpose_w=not transposed,
+    )  # fmt: skip
+    return choose.fused(problem) is not None
+
+
 def of_gradient(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype, **flags):
     """``x[t] @ w[group(t)]`` of x ``(T, N)`` and w ``(G, N, K)``, whose blocks are square: the same
     codes serve both products. Flags as of :func:`of_rows`."""
-    product = _product(op, x, dtype, transpose_w=False, **flags)
-    return _MM(x, format.of(w).of_product(w), groups, Epilogue(), product=product)
+    return of_rows(op, x, w, groups, dtype, transpose_w=False, **flags)
 
 
 def _product(op: str, x, dtype, *, implementation=None, **flags) -> Mm:
@@ -135,8 +166,9 @@ def _product(op: str, x, dtype, *, implementation=None, **flags) -> Mm:
     )  # fmt: skip
 
 
-def _composed(x, w, groups, options, *, product: Mm):
+def _composed(x, w, groups, options, *, product: Mm, fast: bool):
     """In terms of another product: rows are dequantized, w is not."""
+    del fast
     product = of_any_shape(product)
     if x.block is None and blocks.covers(w.block, w.shape):
         return _of_matrices(x, w, groups, options, product)
@@ -161,13 +193,24 @@ def _of_matrices(x, w, groups, options: Epilogue, product: Mm):
     return fused.MM.with_options(scaled, groups, w, options, product)
 
 
-def _call(platform, x, w, groups, options, *, product: Mm):
+def _call(platform, x, w, groups, options, *, product: Mm, fast: bool):
     """One custom call; None where there is no kernel for it."""
+    if fast_fits(product.implementation, fast, x) and blocks.covers(w.block, w.shape):
+        scales = w.scales.reshape(w.shape[0])
+        whole = dataclasses.replace(w, scales=scales, block=None, group_size=None)
+        problem = _problem(platform, x, whole, groups, options, product)
+        if (plan := choose.fused(problem)) is not None:
+            return _CALLS[plan.kernel.name](plan, x, whole, groups, options, product=product)
     x, w = blocks.cut(x, blocks.LINE), blocks.cut(w, blocks.TILE)
     plan = choose.fused(_problem(platform, x, w, groups, options, product))
     if plan is None:
         return None
     return _CALLS[plan.kernel.name](plan, x, w, groups, options, product=product)
+
+
+def fast_fits(implementation: str | None, fast: bool, x: Quantized) -> bool:
+    """Whether a fast kernel may run a product of x."""
+    return fast and x.block is None and implementation in (None, "sm90")
 
 
 #: By kernel: ``call(plan, x, w, groups, options, *, product)``.
@@ -188,7 +231,7 @@ def elements(a: Quantized, b: Quantized) -> tuple[str, str]:
     return blocks.DTYPES[a.weight.dtype.name], blocks.DTYPES[b.weight.dtype.name]
 
 
-def _cost(operands, values, outs, *, product: Mm) -> Cost:
+def _cost(operands, values, outs, *, product: Mm, **_) -> Cost:
     x, w, groups, options = operands
     known = [values[2].values, values[2].group_offset][: len(groups.arrays)]
     cost, rows, weights = costs.product(x.weight, w, groups, known, outs[0], product)

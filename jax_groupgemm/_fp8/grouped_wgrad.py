@@ -22,7 +22,8 @@ from .._quantized import array, padding
 from .._quantized.array import Quantized
 from .._quantized.operands import as_promised, check_padded, existing
 from . import blocks, call, convert
-from .grouped_mm import along_last, decoded, elements
+from .grouped_mm import along_last, check_accumulate, decoded, elements, fast_fits
+from .recipe import Accumulate
 
 
 @operation
@@ -32,6 +33,7 @@ def fp8_grouped_wgrad(
     group_sizes: Integers,
     *,
     existing_out: ArrayLike | None = None,
+    accumulate: Accumulate = "exact",
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[g] = dy[rows g].T @ x[rows g]``; **T (contracted) is grouped**, x and dy are in FP8.
@@ -47,13 +49,15 @@ def fp8_grouped_wgrad(
       group_sizes: ``(G,)``, those that x and dy were quantized with; the result is NaN otherwise.
         Codes with one scale may have any.
       existing_out: float32 ``(G, N, K)``, accumulated into.
+      accumulate: as in :func:`fp8_grouped_mm`.
       implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
 
     Returns:
       float32 ``(G, N, K)``.
 
     Raises:
-      ValueError: a mode, layout or shape does not fit, or ``implementation`` cannot run.
+      ValueError: a mode, layout or shape does not fit, or ``implementation`` cannot run, or
+        ``accumulate`` is none of those.
       TypeError: x or dy is not a :class:`Quantized`, or a dtype is none of these.
 
     Differentiable in scales and existing_out. Closed under ``vmap``. Shards along N and K. The
@@ -61,15 +65,21 @@ def fp8_grouped_wgrad(
     """
     return grouped_wgrad(
         x, dy, group_sizes, dtype=jnp.float32, existing_out=existing_out,
-        implementation=implementation,
+        accumulate=accumulate, implementation=implementation,
     )  # fmt: skip
 
 
-def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementation=None):
+def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None,
+                  accumulate: Accumulate = "exact", implementation=None):  # fmt: skip
     """The same, rounded to ``dtype``."""
     op = "fp8_grouped_wgrad"
+    check_accumulate(op, accumulate)
+    fast = accumulate == "fast"
     if all(isinstance(q, Quantized) and q.layout == "linear" for q in (x, dy)):
-        return _of_matrices(op, x, dy, group_sizes, jnp.dtype(dtype), existing_out, implementation)
+        return _of_matrices(
+            op, x, dy, group_sizes, existing_out, fast=fast, dtype=jnp.dtype(dtype),
+            implementation=implementation,
+        )  # fmt: skip
     x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
     (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
     if dy.positions.shape != (t,):
@@ -81,12 +91,29 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementatio
     if existing_out is not None:
         existing_out = existing(op, existing_out, (groups, n, k))
     check.implementation(op, implementation)
-    return _WGRAD(
-        x, dy, group_sizes, existing_out, dtype=jnp.dtype(dtype), implementation=implementation
-    )
+    if (x.block is None) != (dy.block is None):
+        raise ValueError(
+            f"jgg.{op}: x has block={x.block} and dy has block={dy.block}, expected two blocks or "
+            "twice None"
+        )
+    static = {"dtype": jnp.dtype(dtype), "fast": fast, "implementation": implementation}
+    return _WGRAD(x, dy, group_sizes, existing_out, **static)
 
 
-def _of_matrices(op: str, x, dy, group_sizes, dtype, existing_out, implementation):
+def takes(platform: str, w: Quantized, rows: int, dtype, elements: tuple[str, str],
+          accumulate: Accumulate) -> bool:  # fmt: skip
+    """Whether a kernel makes the gradient of w, of operands with one scale each."""
+    groups, n, k = w.shape
+    line = None if accumulate == "fast" else blocks.LINE
+    problem = problems.Fp8(
+        op="fp8_grouped_wgrad", platform=platform, out_dtype=jnp.dtype(dtype).name,
+        empty=0 in (rows, groups, n, k), rows=rows, segments=groups, groups=groups, k=k, n=n,
+        elements=elements, blocks=(line, line),
+    )  # fmt: skip
+    return choose.fused(problem) is not None
+
+
+def _of_matrices(op: str, x, dy, group_sizes, existing_out, *, implementation, **static):
     """The same of codes that are stored by rows, with one scale each."""
     x, dy = _by_rows(op, "x", x), _by_rows(op, "dy", dy)
     check.rows(op, "x", x.shape[0])
@@ -96,13 +123,12 @@ def _of_matrices(op: str, x, dy, group_sizes, dtype, existing_out, implementatio
     if existing_out is not None:
         existing_out = existing(op, existing_out, (group_sizes.shape[0], dy.shape[1], x.shape[1]))
     check.implementation(op, implementation)
-    return _OF_MATRICES(
-        x, dy, group_sizes, existing_out, dtype=dtype, implementation=implementation
-    )
+    return _OF_MATRICES(x, dy, group_sizes, existing_out, implementation=implementation, **static)
 
 
-def _matrices_composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
+def _matrices_composed(x, dy, group_sizes, existing_out, *, dtype, fast, implementation):
     """Sums of codes, which bfloat16 holds, times both scales."""
+    del fast
     lines, columns = (lax.stop_gradient(q.weight).astype(jnp.bfloat16) for q in (dy, x))
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, precision=lax.Precision.HIGHEST,
@@ -116,13 +142,11 @@ def _matrices_composed(x, dy, group_sizes, existing_out, *, dtype, implementatio
     return out.astype(dtype)
 
 
-def _matrices_call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
+def _matrices_call(platform, x, dy, group_sizes, existing_out, **static):
     """A kernel of blocks along rows takes a transposed copy of the codes, which is padded group by
     group; None where there is no kernel."""
     types = jax.eval_shape(_in_lines, x, dy, group_sizes)
-    static = {"dtype": dtype, "implementation": implementation}
-    problem = _problem(platform, types[0], types[1], group_sizes, existing_out, **static)
-    if choose.fused(problem) is None:
+    if _planned(platform, *types, group_sizes, existing_out, **static) is None:
         return None
     lines = _in_lines(x, dy, group_sizes)
     return _call(platform, *lines, group_sizes, existing_out, **static)
@@ -139,36 +163,61 @@ def _in_lines(x, dy, group_sizes):
     def along_rows(q):
         stored = lax.bitcast_convert_type(q.weight, jnp.uint8)
         codes = lax.bitcast_convert_type(padding.take_rows(stored, source).T, q.weight.dtype)
-        scales = jnp.broadcast_to(q.scales, blocks.scales_shape(codes.shape, blocks.LINE))
-        return convert.made(codes, scales, positions, axis=-2)
+        return convert.made(codes, q.scales, positions, block=None, axis=-2)
 
     return along_rows(x), along_rows(dy)
 
 
-def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
-    """In terms of another product."""
+def _composed(x, dy, group_sizes, existing_out, *, dtype, fast, implementation):
+    """In terms of another product: of codes, which bfloat16 holds, where each operand has one
+    scale."""
+    del fast
     implementation = _of_arrays(implementation)
     padded = padding.padded_sizes(group_sizes, x.positions.shape[0], blocks.GROUPED)
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
         precision=lax.Precision.HIGHEST, implementation=implementation,
     )  # fmt: skip
-    lines, columns = (decoded(_stored(q), implementation) for q in (dy, x))
+    promised = as_promised(group_sizes, blocks.GROUPED, x, dy)
+    if x.block is None:
+        lines, columns = (lax.stop_gradient(q.weight).astype(jnp.bfloat16) for q in (dy, x))
+        promised = promised * (dy.scales * x.scales)
+    else:
+        lines, columns = (decoded(_stored(q), implementation) for q in (dy, x))
     out = primitives.wgrad(lines, columns, segments.sizes(padded), product)
     live = padded > 0
-    promised = as_promised(group_sizes, blocks.GROUPED, x, dy)
     out = jnp.where(live[:, None, None], out * promised, jnp.float32(0))
     if existing_out is not None:
         out = padding.accumulated(live, out, existing_out)
     return out.astype(dtype)
 
 
-def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
+def _call(platform, x, dy, group_sizes, existing_out, *, dtype, fast, implementation):
     """One custom call; None where there is no kernel for it."""
-    plan = choose.fused(_problem(platform, x, dy, group_sizes, existing_out, dtype, implementation))
+    operands = x, dy, group_sizes, existing_out
+    static = {"dtype": dtype, "fast": fast, "implementation": implementation}
+    plan = _planned(platform, *operands, **static)
     if plan is None:
         return None
-    return _CALLS[plan.kernel.name](plan, x, dy, group_sizes, existing_out, dtype=dtype)
+    if x.block is None and "fast" not in plan.config:
+        operands = _in_blocks(x), _in_blocks(dy), group_sizes, existing_out
+    return _CALLS[plan.kernel.name](plan, *operands, dtype=dtype)
+
+
+def _planned(platform, x, dy, *operands, fast, **static) -> choose.Plan | None:
+    """A fast kernel, or one of blocks, which have the scale of the matrix."""
+    if fast_fits(static["implementation"], fast, x):
+        plan = choose.fused(_problem(platform, x, dy, *operands, **static))
+        if plan is not None:
+            return plan
+    x, dy = (jax.eval_shape(_in_blocks, q) if q.block is None else q for q in (x, dy))
+    return choose.fused(_problem(platform, x, dy, *operands, **static))
+
+
+def _in_blocks(q: Quantized) -> Quantized:
+    shape = blocks.scales_shape(q.weight.shape, blocks.LINE)
+    scales = jnp.broadcast_to(q.scales, shape)
+    return dataclasses.replace(q, scales=scales, block=blocks.LINE, group_size=None)
 
 
 #: By kernel: ``call(plan, x, dy, group_sizes, existing_out, *, dtype)``.
@@ -179,7 +228,7 @@ _CALLS: dict[str, Callable] = {
 }
 
 
-def _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation) -> problems.Fp8:
+def _problem(platform, x, dy, group_sizes, existing_out, *, dtype, implementation) -> problems.Fp8:
     return problems.Fp8(
         op="fp8_grouped_wgrad", platform=platform, implementation=implementation,
         out_dtype=jnp.dtype(dtype).name, empty=0 in (*x.shape, *dy.shape),

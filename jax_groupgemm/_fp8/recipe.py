@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from .._core import check
 from . import blocks
 
 Precision = Literal["fp8", "bfloat16"]
+Accumulate = Literal["fast", "exact"]
 SCALINGS = ("block", "tensor", "delayed")
+ACCUMULATE: tuple[Accumulate, ...] = ("fast", "exact")
 BLOCKS = blocks.LINE, blocks.TILE
 
 
@@ -37,6 +39,8 @@ class FP8Recipe:
         w has one for each group, powers of two that are made of the tensor's largest number, as
         :class:`FP8State` says. ``"delayed"``: x and dy have the scales that the last steps needed,
         which an :class:`FP8State` knows; w has its own.
+      accumulate: with ``scaling="tensor"`` or ``"delayed"``, how products are summed, which is that
+        of :func:`fp8_grouped_mm`; or three of them, of the result, dx and dw.
       history: with ``scaling="delayed"``, the number of steps whose largest number counts.
 
     Raises:
@@ -54,6 +58,7 @@ class FP8Recipe:
     dispatch: Precision = "bfloat16"
     scaling: Literal["block", "tensor", "delayed"] = "block"
     history: int = 16
+    accumulate: Accumulate | tuple[Accumulate, Accumulate, Accumulate] = ("fast", "exact", "exact")
 
     def __post_init__(self):
         op = "FP8Recipe"
@@ -76,6 +81,14 @@ class FP8Recipe:
             if getattr(self, name) not in values:
                 said = " or ".join(map(repr, values))
                 raise ValueError(f"jgg.{op}: {name}={getattr(self, name)!r}, expected {said}")
+        each = accumulates(self)
+        if len(each) != 3 or not all(isinstance(a, str) and a in ACCUMULATE for a in each):
+            said = " or ".join(map(repr, ACCUMULATE))
+            raise ValueError(
+                f"jgg.{op}: accumulate={check.describe(self.accumulate)}, expected {said}, or "
+                "three of those"
+            )
+        object.__setattr__(self, "accumulate", each)
         check.count(op, "history", self.history)
         if not self.history:
             raise ValueError(f"jgg.{op}: history=0, expected 1 or more")
@@ -84,6 +97,12 @@ class FP8Recipe:
                 f"jgg.{op}: scaling={self.scaling!r} has a scale for each tensor. Leave "
                 "activation_block and weight_block out"
             )
+
+
+def accumulates(recipe: FP8Recipe) -> tuple[Accumulate, ...]:
+    """Of the result, dx and dw."""
+    of: Any = recipe.accumulate
+    return tuple(of) if isinstance(of, tuple | list) else (of,) * 3
 
 
 def by_tensor(recipe: FP8Recipe) -> bool:

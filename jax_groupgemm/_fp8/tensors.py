@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,14 +24,14 @@ from jax.sharding import PartitionSpec as P
 from .._core import float_bits as fb
 from .._core import partition
 from .._core.float_bits import i32, u32
+from .._kernels import choose, problems
 from .._quantized import padding
 from .._quantized.array import Quantized
-from . import blocks, convert
+from . import blocks, cast, convert
 
 #: How many ranges there are: the exponents of float32.
 RANGES = 256
 _BIAS = 127
-_NAN = 0x7F  # of either format
 _ABOVE = 0x600000  # mantissa bits of 1.75
 
 
@@ -40,15 +39,70 @@ def quantized(x, *, group_sizes=None, seed=None, ages=None, history: int = 1,
               element: str = "e4m3") -> Quantized:  # fmt: skip
     """``x``, ``(..., R, C)``, with a scale for each matrix: its own, or that of the largest range
     whose age is less than ``history``, if there is one. Rows of no group become zeros."""
-    run: Any = functools.partial(_quantize, history=history, element=element)
+    run: Any = functools.partial(_quantize, history=history, element=element, axes=(-1,))
     x = lax.stop_gradient(x)
     mesh = partition.explicit_mesh([x] if group_sizes is None else [x, group_sizes])
     if mesh is not None:
         codes = [entry or None for entry in partition.entries_of(x)]
-        specs = tuple(NamedSharding(mesh, P(*spec)) for spec in (codes, codes[:-2]))
+        of_codes, of_scales, whole = (
+            NamedSharding(mesh, P(*spec)) for spec in (codes, codes[:-2], (None,))
+        )
+        specs = (of_codes,), of_scales, None if ages is None else whole
         run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)
-    codes, scales = run(x, group_sizes, seed, ages)
+    (codes,), scales, _ = run(x, group_sizes, seed, ages)
     return convert.made(codes, scales, block=None)
+
+
+def quantized_both(x) -> tuple[Quantized, Quantized]:
+    """Matrices ``(..., R, C)`` with scales of their own, and the transpose of that."""
+    x = lax.stop_gradient(x)
+    if partition.explicit_mesh([x]) is not None:
+        q = quantized(x)
+        return q, convert.exchanged(q)
+    codes, scales, _ = _quantize(x, None, None, None, history=1, element="e4m3", axes=(-1, -2))
+    one, other = (convert.made(of, scales, block=None) for of in codes)
+    return one, other
+
+
+def quantized_lines(x, group_sizes, *, seed=None, ages=None, history: int = 1,
+                    element: str = "e4m3"):  # fmt: skip
+    """``x`` (T, K), of grouped rows: ``(rows, lines, seen)``, as it is multiplied by weights, and
+    as weight gradients contract it, padded group by group. ``seen`` is :func:`seen` of x where
+    there are ``ages``."""
+    x = lax.stop_gradient(x)
+    if partition.explicit_mesh([x, group_sizes]) is not None:
+        static: Any = {"seed": seed, "ages": ages, "history": history, "element": element}
+        q = quantized(x, group_sizes=group_sizes, **static)
+        return q, q, None if ages is None else seen(x, group_sizes)
+    codes, scales, ranges = _quantize(
+        x, group_sizes, seed, ages, history=history, element=element, axes=(-1, -2)
+    )
+    positions = padding.padding(group_sizes, x.shape[0], blocks.GROUPED).positions
+    rows = convert.made(codes[0], scales, block=None)
+    return rows, convert.made(codes[1], scales, positions, block=None, axis=-2), ranges
+
+
+def quantized_rows(x, row_index, group_sizes, *, seed=None, element: str = "e4m3") -> Quantized:
+    """``x[row_index]`` with the scale of x, as weight gradients contract it; rows are zeros where
+    the index is negative."""
+    x = lax.stop_gradient(x)
+    scale = scales_of(range_of(cast.largest(x)), element)
+    given = {"group_sizes": group_sizes, "row_index": row_index, "seed": seed}
+    (codes,) = cast.codes(x, scale, axes=(-2,), element=element, **given)
+    positions = padding.padding(group_sizes, row_index.shape[0], blocks.GROUPED).positions
+    return convert.made(codes, scale, positions, block=None, axis=-2)
+
+
+def takes(platform: str, shape: tuple[int, int], rows: int, dtype) -> bool:
+    """Whether kernels cast an array of this shape, and so many rows of it by list."""
+    known = {
+        "platform": platform, "mode": "fp8", "dtypes": (jnp.dtype(dtype).name,), "block": None,
+        "empty": 0 in (*shape, rows), "columns": shape[1],
+    }  # fmt: skip
+    return all(
+        choose.choose(problems.Fp8Conversion(op=op, rows=count, **known)) is not None
+        for op, count in (("fp8_largest", shape[0]), ("fp8_cast", rows))
+    )
 
 
 def seen(x, group_sizes):
@@ -64,43 +118,44 @@ def seen(x, group_sizes):
 
 @jax.jit
 def _seen(x, group_sizes):
-    return (lax.iota(jnp.int32, RANGES) == _range(_inside(x, group_sizes))).astype(jnp.float32)
+    return _counted(range_of(cast.largest(x, group_sizes)))
 
 
-@functools.partial(jax.jit, static_argnames=("history", "element"))
-def _quantize(x, group_sizes, seed, ages, *, history: int, element: str):
-    kind, x = blocks.ELEMENTS[element], _inside(x, group_sizes)
-    exponents = _range(x)
-    if ages is not None:
-        recent = jnp.where(ages < history, lax.iota(jnp.int32, RANGES), -1).max()
-        exponents = jnp.where(recent < 0, exponents, recent)
-    power = jnp.maximum(exponents - _BIAS - int(math.log2(kind.largest / 1.75)), -126)
+def _counted(exponent):
+    return (lax.iota(jnp.int32, RANGES) == exponent).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("history", "element", "axes"))
+def _quantize(x, group_sizes, seed, ages, *, history: int, element: str, axes: tuple[int, ...]):
+    """Codes along each of ``axes``, scales, and what is seen of x where there are ``ages``."""
+    known = None if ages is None else known_range(ages, history)
+    wanted = None if known is None else known < 0
+    exponents = range_of(cast.largest(x, group_sizes, wanted))
+    if known is not None:
+        exponents = jnp.where(known < 0, exponents, known)
+    scales = scales_of(exponents, element)
+    more = {"axes": axes, "measures": ages is not None, "element": element}
+    found = cast.codes(x, scales, group_sizes=group_sizes, seed=seed, **more)
+    if ages is None:
+        return found, scales, None
+    return found[:-1], scales, _counted(range_of(found[-1]))
+
+
+def known_range(ages, history: int):
+    """int32, the largest whose age is less than ``history``, or -1."""
+    return jnp.where(ages < history, lax.iota(jnp.int32, RANGES), -1).max()
+
+
+def scales_of(exponents, element: str):
+    """float32, of ranges; -1 is that of zeros."""
+    more = int(math.log2(blocks.ELEMENTS[element].largest / 1.75))
+    power = jnp.maximum(exponents - _BIAS - more, -126)
     power = jnp.where(exponents < 0, 0, power)
-    codes = _codes(x, power[..., None, None], seed, kind)
-    return codes, fb.value(u32(power + _BIAS) << 23)
+    return fb.value(u32(power + _BIAS) << 23)
 
 
-def _inside(x, group_sizes):
-    if group_sizes is None:
-        return x
-    inside = padding.covered(group_sizes, x.shape[0])
-    return jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
-
-
-def _range(x):
-    """int32, that of each matrix; -1 where it has no finite number but 0."""
-    b = fb.magnitude(fb.bits(x))
-    amax = jnp.max(jnp.where(b < u32(fb.INF), b, 0), axis=(-2, -1), initial=np.uint32(0))
+def range_of(largest):
+    """int32, of what ``cast.largest`` found; -1 where there is no finite number but 0."""
+    amax = largest[..., 1]
     above = (amax & u32(0x7FFFFF)) > u32(_ABOVE)
     return jnp.where(amax == 0, -1, i32(amax >> 23) + i32(above))
-
-
-def _codes(x, power, seed, kind: blocks.Element):
-    b = fb.bits(x)
-    m, e = fb.split(b)
-    if seed is None:
-        code = fb.encode(m, e - power, mantissa=kind.mantissa, emin=kind.emin, limit=kind.limit)
-    else:
-        code = blocks.stochastic(m, e - power, blocks.random(x.shape, seed), kind)
-    code = jnp.where(fb.magnitude(b) < u32(fb.INF), code, u32(_NAN)) | ((b >> 31) << 7)
-    return lax.bitcast_convert_type(code.astype(jnp.uint8), kind.dtype)

@@ -423,8 +423,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="e4m3, blocks of 128 along K and of 128 x 128",
         ),
         Kernel(
-            "sm90", "jgg_fp8_grouped_mm", fp8.mm, config=fp8.mm_config,
-            needs="e4m3, blocks of 128 along K and of 128 x 128",
+            "sm90", "jgg_fp8_grouped_mm", fp8.mm_sm90, config=fp8.mm_config,
+            needs="e4m3, blocks of 128 along K and of 128 x 128; or a scale for each matrix, fast: "
+            "x also e5m2",
         ),
         Kernel(
             "sm89", "jgg_fp8_grouped_mm_sm89", fp8.mm_sm89, pays=fp8.pays_sm89,
@@ -437,8 +438,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="e4m3, blocks of 128 rows",
         ),
         Kernel(
-            "sm90", "jgg_fp8_grouped_wgrad", fp8.wgrad,
-            needs="e4m3, blocks of 128 rows",
+            "sm90", "jgg_fp8_grouped_wgrad", fp8.wgrad_sm90, config=fp8.fast_config,
+            needs="e4m3, blocks of 128 rows; or a scale for each matrix, fast: one also e5m2",
         ),
         Kernel(
             "sm89", "jgg_fp8_grouped_wgrad_sm89", fp8.wgrad_sm89, pays=fp8.pays_sm89,

@@ -1,5 +1,6 @@
-"""Needs of the kernels of FP8's products: those of Hopper and of Blackwell take the same, and
-"sm89" takes gradients of e5m2, too."""
+"""Needs of the kernels of FP8's products: those of Hopper and of Blackwell take the same blocks.
+"sm89" takes gradients of e5m2, too, and so does Hopper's where operands have a scale for each
+matrix."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from . import extension, proven
 from .problems import Fp8
 
 _TILE, _LINE = (128, 128), (1, 128)
+_MATRICES = None, None  # a scale for each
 
 
 def mm(p: Fp8) -> str | None:
@@ -27,15 +29,34 @@ def pays_sm89(p: Fp8) -> bool:
     return not proven.for_tests("sm89", extension.live_capabilities())
 
 
+def mm_sm90(p: Fp8) -> str | None:
+    """Why no kernel takes it."""
+    if p.blocks == _MATRICES:
+        return _codes(p, _MATRICES, e5m2=0)
+    return mm(p)
+
+
 def mm_config(p: Fp8) -> dict[str, Any]:
     """Hopper's, where rows may be the instruction's M."""
     first = extension.rules().fp8_rows_first_sm90
-    return {"rows_first": first(rows=p.rows, segments=p.segments)}
+    return {"rows_first": first(rows=p.rows, segments=p.segments)} | fast_config(p)
+
+
+def fast_config(p: Fp8) -> dict[str, Any]:
+    return {"fast": True} if p.blocks == _MATRICES else {}
 
 
 def wgrad(p: Fp8) -> str | None:
     """Why no kernel takes it."""
     return _codes(p, (_LINE, _LINE)) or _existing(p)
+
+
+def wgrad_sm90(p: Fp8) -> str | None:
+    """Why no kernel takes it."""
+    if p.blocks == _MATRICES:
+        either = 0 if p.elements[0] == "e5m2" else 1
+        return _codes(p, _MATRICES, e5m2=either) or _existing(p)
+    return wgrad(p)
 
 
 def wgrad_sm89(p: Fp8) -> str | None:

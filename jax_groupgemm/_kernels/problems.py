@@ -167,18 +167,23 @@ class Conversion(Problem):
 class Fp8Conversion(Conversion):
     """``fp8_quantize`` of ``(rows, columns)``, all matrices' rows together, whose ``block`` lies
     along columns, or along rows: then ``along`` is the length of the result's lines, else 0. Blocks
-    may lie along ``both``. Or ``fp8_dequantize`` of what is stored."""
+    may lie along ``both``. Or ``fp8_dequantize`` of what is stored. Or with a block of None
+    ``fp8_cast``, whose scales are known, and may be powers of two, and ``fp8_largest``."""
 
     rows: int
     columns: int
     along: int = 0
     both: bool = False
+    power_of_two: bool = True
     block: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Activation(Rows):
-    """``fp8_activation`` or ``fp8_activation_backward`` of a gated activation's ``columns``."""
+    """``fp8_activation`` or ``fp8_activation_backward`` of a gated activation's ``columns``; or
+    ``fp8_activation_cast`` or ``fp8_activation_cast_backward``, of so many ``rows``."""
+
+    rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -111,11 +111,13 @@ def quantizes_activations(p: Fp8Activation) -> str | None:
         return "needs h in bfloat16"
     if not extension.rules().ACTIVATIONS.get(p.activation):
         return "needs a gated activation"
-    along_rows = p.op == "fp8_activation_backward"
+    along_rows = p.op in ("fp8_activation_backward", "fp8_activation_cast_backward")
     can = extension.rules().fp8_activation_problem
     if why := can(columns=p.columns, along_rows=along_rows):
         return why
-    if along_rows:
+    if p.op == "fp8_activation_cast" and p.rows * p.columns >= 2**34:
+        return "needs R * F below 2^34"
+    if p.op == "fp8_activation_backward":
         needed = extension.rules().FP8_ACTIVATION_BACKWARD_BYTES
         if why := extension.lacks_shared_memory(needed):
             return why
@@ -135,6 +137,14 @@ def quantizes_fp8(p: Fp8Conversion) -> str | None:
         return f"along both axes needs bfloat16, got {p.dtypes[0]}"
     why = can(rows=p.along, columns=p.along, along=p.columns)
     return None if why is None else f"transposed, {why}"
+
+
+def casts_fp8(p: Fp8Conversion) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if p.dtypes == ("float32",) and not p.power_of_two:
+        return "float32 x needs scales that are powers of two"
+    return extension.rules().fp8_cast_problem(columns=p.columns, along=p.along)
 
 
 def dequantizes_fp8(p: Fp8Conversion) -> str | None:
@@ -158,6 +168,13 @@ _TABLE = (
         "axes C % 16 == 0; blocks of 128 then need bfloat16 and groups",
     ),
     (
+        "fp8_cast",
+        "jgg_fp8_cast",
+        casts_fp8,
+        "C % 16 == 0; along R without groups R % 16 == 0; float32 x with powers of two",
+    ),
+    ("fp8_largest", "jgg_fp8_cast", casts_fp8, "C % 16 == 0"),
+    (
         "fp8_activation",
         "jgg_fp8_activation",
         quantizes_activations,
@@ -166,6 +183,18 @@ _TABLE = (
     (
         "fp8_activation_backward",
         "jgg_fp8_activation_backward",
+        quantizes_activations,
+        "bfloat16, a gated activation, F % 128 == 0",
+    ),
+    (
+        "fp8_activation_cast",
+        "jgg_fp8_activation_cast",
+        quantizes_activations,
+        "bfloat16, a gated activation, F % 8 == 0; R * F below 2^34",
+    ),
+    (
+        "fp8_activation_cast_backward",
+        "jgg_fp8_activation_cast_backward",
         quantizes_activations,
         "bfloat16, a gated activation, F % 128 == 0",
     ),

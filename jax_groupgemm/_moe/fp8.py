@@ -96,15 +96,17 @@ class FP8(FP8Operations, ProductsWithBackward):
         weights = self._coded(weights, (False, False))[0]
         codes: list[Any] = [of.codes for of in weights]
         rows = routing.order.shape[0]
-        h = jax.ShapeDtypeStruct((rows, codes[0].shape[1]), self.dtype)
         if not (
-            fp8_activation.takes(platform, h, self.activation)
+            fp8_activation.takes(platform, self._h(rows, codes[0]), self.activation)
             and x.shape[1] % 16 == 0
             and all(grouped_mm.takes(platform, w, rows, self.dtype) for w in codes)
         ):
             return None
         kernels = FP8Kernels(*(getattr(self, field.name) for field in dataclasses.fields(self)))
         return kernels, weights
+
+    def _h(self, rows: int, up: Quantized) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, up.shape[1]), self.dtype)
 
     @property
     def _fusible(self) -> bool:
@@ -169,7 +171,7 @@ class FP8Kernels(FP8):
         return None, None
 
     def up(self, x, up, routing, key, keeps):
-        h = self.down(_dispatched_codes(x, routing), up, routing, key)
+        h = self.down(dispatched_codes(fp8_quantize(x), routing), up, routing, key)
         return fp8_activation.quantized_activation(h, routing.group_sizes, self.activation), h
 
     def down(self, a, down, routing, key):
@@ -177,15 +179,16 @@ class FP8Kernels(FP8):
         return grouped_mm.of_rows(OP, a, down.codes, metadata, self.dtype, clears_rest=False)
 
     def down_backward(self, ct, h, down, row_weight, routing, key, up_keys):
-        d = self._gradient(_dispatched_codes(ct, routing, key), down, routing)
-        seeds = _seed(up_keys[0]), _seed(up_keys[1])
+        codes = fp8_quantize(ct, stochastic_rounding_key=key)
+        d = self._gradient(dispatched_codes(codes, routing), down, routing)
+        seeds = seed_of_key(up_keys[0]), seed_of_key(up_keys[1])
         by_rows, along_rows, a, sums = fp8_activation.quantized_backward(
             h, d, row_weight, routing.group_sizes, seeds, self.activation
         )
         return (by_rows, along_rows), a, sums
 
     def weight_cotangent(self, linear, tokens, rows, routing, key, *, first):
-        sizes, seed = routing.group_sizes, None if first else _seed(key)
+        sizes, seed = routing.group_sizes, None if first else seed_of_key(key)
         of_tokens = convert.quantized_rows(tokens, tokens_of_rows(routing), sizes, seed)
         dy, x = (rows[1], of_tokens) if first else (of_tokens, rows)
         pair = (x, dy) if self.transpose_w else (dy, x)
@@ -200,12 +203,12 @@ class FP8Kernels(FP8):
         return grouped_mm.of_gradient(OP, dy, codes, metadata, self.dtype, clears_rest=False)
 
 
-def _seed(key):
+def seed_of_key(key):
     return None if key is None else seed_of(OP, key)
 
 
-def _dispatched_codes(x, routing: Routing, key=None):
+def dispatched_codes(q: Quantized, routing: Routing) -> Quantized:
     """Quantized tokens, copied to their rows."""
-    q = fp8_quantize(x, stochastic_rounding_key=key)
     to_rows = lambda a: dispatched(a, routing, clears_rest=False)
-    return dataclasses.replace(q, weight=to_rows(q.weight), scales=to_rows(q.scales))
+    scales = q.scales if q.block is None else to_rows(q.scales)
+    return dataclasses.replace(q, weight=to_rows(q.weight), scales=scales)

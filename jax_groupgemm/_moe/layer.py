@@ -22,6 +22,7 @@ from .._quantized.array import Quantized
 from .._quantized.format import FLOATS
 from .dense import Dense, QuantizedWeights
 from .fp8 import FP8, FP8Operations
+from .fp8_tensor import FP8Tensor
 from .operations import NVFP4, Composition
 from .products import Linear, Products, Weights
 
@@ -72,7 +73,9 @@ class Layer:
         same = self.activation, self.dtype, *results, self.transpose_w
         if isinstance(self.recipe, FP8Recipe):
             biased = any(of.bias is not None for of in weights)
-            kind = FP8Operations if self.composed or biased or by_tensor(self.recipe) else FP8
+            kind = FP8Tensor if by_tensor(self.recipe) else FP8
+            if self.composed or biased or self.recipe.scaling == "delayed":
+                kind = FP8Operations
             return kind(*same, self.recipe)
         if self.recipe is not None:
             return NVFP4(*same, self.recipe)

@@ -215,7 +215,7 @@ class _Products(Products):
         return "wgrad" not in self.recipe.high_precision
 
     def packed(self, x, group_sizes, state):
-        return None, self._along_t(x, group_sizes, None)
+        return None, self._along_t(x, group_sizes, None), None
 
     def unpacked(self, kept, dtype):
         def rows(q):

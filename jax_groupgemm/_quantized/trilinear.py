@@ -83,10 +83,11 @@ class Products(abc.ABC):
     def dw(self, dy, x, codes, group_sizes, keys, groups: int, dtype) -> jax.Array:
         """``x`` may be what :meth:`packed` makes of it. ``codes`` are of dy."""
 
-    def both(self, dy, group_sizes, keys, state) -> tuple[Quantized | None, Quantized | None]:
-        """dy as dx reads it, and as dw does, rounded with a key each; or twice None."""
+    def both(self, dy, group_sizes, keys, state) -> tuple[Quantized | None, Quantized | None, Any]:
+        """dy as dx reads it, and as dw does, rounded with a key each; or twice None. And what a
+        state learns of dy, or None."""
         del dy, group_sizes, keys, state
-        return None, None
+        return None, None, None
 
     @property
     @abc.abstractmethod
@@ -94,19 +95,24 @@ class Products(abc.ABC):
         """Whether x is kept quantized, for dw."""
 
     @abc.abstractmethod
-    def packed(self, x, group_sizes, state) -> tuple[Quantized | None, Quantized]:
-        """x as the result reads it, or None, and what is kept for dw."""
+    def packed(self, x, group_sizes, state) -> tuple[Quantized | None, Quantized, Any]:
+        """x as the result reads it, or None; what is kept for dw; and what a state learns of x, or
+        None."""
 
     @abc.abstractmethod
     def unpacked(self, kept: Quantized, dtype) -> jax.Array:
         """Rows of x again."""
 
+    def rows(self, x, group_sizes, state) -> Quantized:
+        """x as the result reads it."""
+        raise NotImplementedError(f"{type(self).__name__} has no state")
+
     def seen(self, a, group_sizes) -> Any:
         """What a state learns of x or of dy."""
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
-    def state_cotangent(self, seen, dy, group_sizes) -> Any:
-        """What a state learns of both; ``seen`` is that of x."""
+    def state_cotangent(self, x, dy) -> Any:
+        """What a state learns of both."""
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
     def sums(self, a, b, group_sizes, groups: int, dtype) -> jax.Array:
@@ -149,7 +155,7 @@ class _How:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
 def _out(x, w, q, codes, bias, group_sizes, key, state, products, how):
     if state is not None and codes is None:
-        codes, _ = products.packed(x, group_sizes, state)
+        codes = products.rows(x, group_sizes, state)
     return products.out(x, w, q, codes, bias, group_sizes, _rounding(key, how.random))
 
 
@@ -161,14 +167,15 @@ def _out_forward(x, w, q, codes, bias, group_sizes, key, state, products, how):
         is_leaf=lambda a: hasattr(a, "perturbed"),
     )  # fmt: skip
     x, w, q, codes, bias, group_sizes, key, state = operands
-    kept = x if moves else None
+    kept, seen = x if moves else None, None
     if moves and how.packs and products.packs:
-        codes, kept = _packed(x, group_sizes, state, products)
+        codes, kept, seen = _packed(x, group_sizes, state, products)
     turned = None
     if q is None and w is not None and not how.random[1]:
         q, turned = products.shared(w, x_moves)
     out = _out(x, w, q, codes, bias, group_sizes, key, state, products, how)
-    seen = None if state is None else products.seen(x, group_sizes)
+    if state is not None and seen is None:
+        seen = products.seen(x, group_sizes)
     q = q if turned is None else None
     return out, (kept, w, q, turned, bias, group_sizes, key, state, seen)
 
@@ -180,9 +187,9 @@ def _out_backward(products, how, kept, dy):
     if turned is not None:
         q = products.exchanged(turned)
     dx_key, dw_key = split(key)
-    for_dx, for_dw = None, None  # codes of dy
+    for_dx, for_dw, of_dy = None, None, None  # codes of dy
     if x is not None or state is not None:
-        for_dx, for_dw = products.both(dy, group_sizes, (dx_key, dw_key), state)
+        for_dx, for_dw, of_dy = products.both(dy, group_sizes, (dx_key, dw_key), state)
     random = (True, how.random[1]), (True, how.random[0])
     dx, dw, dbias = (
         rows_cotangent(dy, w, q, group_sizes, dx_key, products, random[0], for_dx),
@@ -196,7 +203,10 @@ def _out_backward(products, how, kept, dy):
             None if grad is None else partition.resharded(grad, list(spec))
             for grad, spec in zip((dx, dw, dbias), how.specs, strict=True)
         )
-    dstate = None if state is None else products.state_cotangent(seen, dy, group_sizes)
+    dstate = None
+    if state is not None:
+        of_dy = products.seen(dy, group_sizes) if of_dy is None else of_dy
+        dstate = products.state_cotangent(seen, of_dy)
     return dx, dw, None, None, dbias, None, None, dstate
 
 

@@ -1,5 +1,6 @@
 // The kernels of matrices with one scale each: x (M, R, C), R may be grouped where M is 1.
-//   CastKernel     a scale that is known -> codes as x is stored, codes transposed, or both, from one
+//   CastKernel     a scale that is known -> codes as x is stored, codes transposed, or both, from
+//   one
 //                  read of x; and the largest magnitudes, for the scale of the next step
 //   LargestKernel  the largest magnitudes alone, of which a scale is made
 // A scale is the same along both axes, so the codes are, and are made once.
@@ -14,6 +15,8 @@ struct CastParams {
   uint8_t* turned;     // (M, C, along), or null
   const float* known;  // a scale for each matrix; codes of one with NaN are zeros
   uint2* largest;      // (M, gridDim.x), or null
+  // LargestKernel: where this is 0 nobody asks, and largest are zeros; or null.
+  const int32_t* wanted;
 };
 
 // Bits of two magnitudes: the largest, which is NaN if there is one, and the largest finite one.
@@ -206,7 +209,8 @@ __global__ void __launch_bounds__(kLargestThreads)
     LargestKernel(const __grid_constant__ CastParams cast) {
   __shared__ uint2 shared[kLargestThreads / 32];
   const QuantizeParams& p = cast.of;
-  const int64_t rows = p.inside == nullptr ? p.rows : min(int64_t{*p.inside}, p.rows);
+  int64_t rows = p.inside == nullptr ? p.rows : min(int64_t{*p.inside}, p.rows);
+  if (cast.wanted != nullptr && *cast.wanted == 0) rows = 0;
   const int64_t pieces = rows * p.columns / 8, step = int64_t{gridDim.x} * kLargestThreads;
   JGG_NO_UNROLL
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {

@@ -26,7 +26,7 @@ struct Fp8LoaderSm90 : LoaderSm90 {
 struct Fp8MmSm90 : ProductsSm90 {
   static constexpr bool kLKMajor = true, kRKMajor = true;
   static constexpr int kRows = 128, kBlocks = 2;
-  static constexpr bool kFast = false, kLE5M2 = false;
+  static constexpr bool kFast = false, kLE5M2 = false, kRE5M2 = false;
 };
 struct Fp8RowsFirstSm90 : Fp8MmSm90 {
   static constexpr bool kRowsFirst = true;
@@ -35,10 +35,11 @@ struct Fp8WgradSm90 : Fp8MmSm90 {
   static constexpr bool kRaggedK = true;
 };
 
-// The fast kernel of each. kE5M2: L's codes.
-template <typename Products, bool kE5M2>
+// The fast kernel of each, by what is e5m2.
+template <typename Products, bool kL, bool kR = false>
 struct Fp8FastSm90 : Products {
-  static constexpr bool kFast = true, kLE5M2 = kE5M2;
+  static_assert(!kR || Products::kRaggedK);
+  static constexpr bool kFast = true, kLE5M2 = kL, kRE5M2 = kR;
 };
 
 // Element: of the result.

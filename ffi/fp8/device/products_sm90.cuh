@@ -31,16 +31,16 @@ JGG_FP8_PRODUCT(128)
 template <int kN, bool kAE5M2, bool kBE5M2>
 struct Fp8MixedProduct;
 
-#define JGG_FP8_MIXED_PRODUCT(N)                                               \
-  template <>                                                                  \
-  struct Fp8MixedProduct<N, false, false>                                      \
-      : cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<> {};              \
-  template <>                                                                  \
-  struct Fp8MixedProduct<N, true, false>                                       \
-      : cute::SM90::GMMA::MMA_64x##N##x32_F32E5M2E4M3_SS_TN<> {};              \
-  template <>                                                                  \
-  struct Fp8MixedProduct<N, false, true>                                       \
-      : cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E5M2_SS_TN<> {};
+#define JGG_FP8_MIXED_PRODUCT(N)                                                                   \
+  template <>                                                                                      \
+  struct Fp8MixedProduct<N, false, false>                                                          \
+      : cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<> {};                                  \
+  template <>                                                                                      \
+  struct Fp8MixedProduct<N, true, false> : cute::SM90::GMMA::MMA_64x##N##x32_F32E5M2E4M3_SS_TN<> { \
+  };                                                                                               \
+  template <>                                                                                      \
+  struct Fp8MixedProduct<N, false, true> : cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E5M2_SS_TN<> { \
+  };
 JGG_FP8_MIXED_PRODUCT(32)
 JGG_FP8_MIXED_PRODUCT(64)
 JGG_FP8_MIXED_PRODUCT(96)
@@ -304,12 +304,13 @@ struct Fp8FastProducts {
           constexpr std::make_index_sequence<kN / 2> kSums;
           const uint32_t l = l_tile + ((step * 32) >> 4), r = r_tile + ((step * 32) >> 4);
           if constexpr (kRowsFirst) {
-            using Instruction = Fp8MixedProduct<kN, Config::kLE5M2, false>;
+            using Instruction = Fp8MixedProduct<kN, Config::kLE5M2, Config::kRE5M2>;
             device::Multiply<Instruction>(l, r, sums[0], true, kSums);
           } else {
-            using Instruction = Fp8MixedProduct<kN, false, Config::kLE5M2>;
+            using Instruction = Fp8MixedProduct<kN, Config::kRE5M2, Config::kLE5M2>;
             device::Multiply<Instruction>(r, l, sums[0], true, kSums);
-            device::Multiply<Instruction>(r + (64 * 128 >> 4), l, sums[kInstructions - 1], true, kSums);
+            device::Multiply<Instruction>(r + (64 * 128 >> 4), l, sums[kInstructions - 1], true,
+                                          kSums);
           }
         }
         WarpgroupCommit();

@@ -1,0 +1,69 @@
+#include "fp8/activation_cast_sm80.h"
+
+#include "common/dispatch.h"
+#include "fp8/device/cast_activation.cuh"
+#include "fp8/dispatch_gated.h"
+#include "fp8/launch_sm80.cuh"
+
+namespace jgg {
+
+using namespace fp8;
+using namespace fp8::device;
+
+cudaError_t LaunchFp8ActivationCastSm80(cudaStream_t stream, const Fp8ActivationCastSm80& args) {
+  ActivatedParams cast{};
+  QuantizeParams& p = cast.of;
+  p = ParamsOf(Fp8Codes{args.codes, nullptr, nullptr}, args.of.columns);
+  p.x = static_cast<const uint8_t*>(args.of.h);
+  p.rows = args.of.rows;
+  p.columns = args.of.columns;
+  cast.known = args.scales;
+  cast.largest = static_cast<uint2*>(args.largest);
+  // Pieces are counted in 32 bits, and those that nobody has, too.
+  if (p.rows * p.columns / 8 > INT32_MAX || args.parts > INT32_MAX / (kLargestThreads * 8)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  if (cudaError_t error =
+          FindGroups(stream, args.of.sizes, args.of.groups, args.of.workspace, &p, 0)) {
+    return error;
+  }
+  return DispatchGated(args.of.activation, [&](auto of) {
+    return LaunchQuantize(stream, cast, ActivatedKernel<DType::kBF16, decltype(of)::kActivation>,
+                          args.parts, 1, kLargestThreads);
+  });
+}
+
+cudaError_t LaunchFp8ActivationCastBackwardSm80(cudaStream_t stream,
+                                                const Fp8ActivationCastBackwardSm80& args) {
+  ActivationCastParams p{};
+  p.h = static_cast<const uint8_t*>(args.of.h);
+  p.d = static_cast<const uint8_t*>(args.d);
+  p.row_scale = args.row_scale;
+  p.rows = args.of.rows;
+  p.columns = args.of.columns;
+  p.along = args.along;
+  p.known = args.scales;
+  p.codes = static_cast<uint8_t*>(args.codes);
+  p.turned = static_cast<uint8_t*>(args.turned);
+  p.activated = static_cast<uint8_t*>(args.activated);
+  p.sums = args.sums;
+  p.largest = static_cast<uint2*>(args.largest);
+  QuantizeParams groups = ParamsOf(Fp8Codes{}, args.along);
+  groups.rows = p.rows;
+  if (cudaError_t error = FindGroups(stream, args.of.sizes, args.of.groups, args.of.workspace,
+                                     &groups, groups.blocks)) {
+    return error;
+  }
+  p.groups = groups.groups;
+  const int64_t blocks = groups.blocks * (p.columns / kBlock);
+  return DispatchGated(args.of.activation, [&](auto of) {
+    return DispatchBool(args.e5m2, [&](auto e5m2) {
+      constexpr Element kElement = e5m2.value ? Element::kE5M2 : Element::kE4M3;
+      return LaunchQuantize(stream, p,
+                            ActivationCastKernel<DType::kBF16, decltype(of)::kActivation, kElement>,
+                            blocks, 1, kActivationThreads);
+    });
+  });
+}
+
+}  // namespace jgg
