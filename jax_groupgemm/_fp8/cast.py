@@ -67,7 +67,9 @@ def _largest(x, group_sizes, wanted=None):
     del wanted
     b = fb.magnitude(fb.bits(_inside(x, group_sizes)))
     most = functools.partial(jnp.max, axis=(-2, -1), initial=np.uint32(0))
-    return jnp.stack([most(b), most(jnp.where(b < u32(fb.INF), b, 0))], -1)
+    every = most(b)
+    every = jnp.where(every > u32(fb.INF), u32(fb.NAN), every)
+    return jnp.stack([every, most(jnp.where(b < u32(fb.INF), b, 0))], -1)
 
 
 def _codes(x, scales, group_sizes, row_index, *, axes, measures, element, power_of_two, seed=None):

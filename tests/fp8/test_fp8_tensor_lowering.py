@@ -71,10 +71,13 @@ def test_quantize(dtype, of):
     x = array(G, 160, K, dtype=dtype)
     largest, cast = calls(cuda_text(quantize, x))
     assert largest[0] == cast[0] == "fp8_cast"
-    assert largest[2][0].endswith("x2xui32") and "largest = true" in largest[3]
-    assert cast[1][1] == f"{G}xf32" and cast[2] == [f"{G}x160x{K}x{of}", "0xi32"]
+    assert largest[2][0].endswith("x2xui32")
+    assert "largest = true" in largest[3]
+    assert cast[1][1] == f"{G}xf32"
+    assert cast[2] == [f"{G}x160x{K}x{of}", "0xi32"]
     (turned,) = calls(cuda_text(functools.partial(quantize, axis=-2), x))[1:]
-    assert turned[2][0] == f"{G}x{K}x160x{of}" and "along_rows = true" in turned[3]
+    assert turned[2][0] == f"{G}x{K}x160x{of}"
+    assert "along_rows = true" in turned[3]
     if dtype == "float32":
         plain = functools.partial(jgg.fp8_quantize, block=None)
         assert [name for name, *_ in calls(cuda_text(plain, x))] == ["fp8_cast"]
@@ -112,12 +115,14 @@ def test_products(accumulate, element, of):
         return
     ((name, operands, results, attributes),) = found
     fast = accumulate == "fast"
-    assert name == "fp8_grouped_mm" and f"fast = {str(fast).lower()}" in attributes
+    assert name == "fp8_grouped_mm"
+    assert f"fast = {str(fast).lower()}" in attributes
     scales = ["1xf32", f"{G}xf32"] if fast else [f"{T}x2xf32", f"{G}x2x2xf32"]
     assert operands[:4] == [f"{T}x{K}xf8{of}", scales[0], f"{G}x{N}x{K}xf8E4M3FN", scales[1]]
     assert results == [f"{T}x{N}xbf16"]
     for ((name, operands, _, attributes),) in wgrads:
-        assert name == "fp8_grouped_wgrad" and f"fast = {str(fast).lower()}" in attributes
+        assert name == "fp8_grouped_wgrad"
+        assert f"fast = {str(fast).lower()}" in attributes
         assert (operands[1] == operands[3] == "1xf32") == fast
 
 
@@ -181,10 +186,12 @@ def test_layer(name, transpose_w):
     found = calls(cuda_text(step, of(tokens, d), up, down, index, array(tokens, k), of(tokens, d)))
     count = Counter(name for name, *_ in found)
     assert count["fp8_activation_cast"] == count["fp8_activation_cast_backward"] == 2
-    assert count["fp8_grouped_mm"] == 4 and count["fp8_grouped_wgrad"] == 2
+    assert count["fp8_grouped_mm"] == 4
+    assert count["fp8_grouped_wgrad"] == 2
     assert not {name for name in count if "quantize" in name or name in ("mm", "wgrad")}
     rows = tokens * k
     stored = {of for _, _, results, _ in found for of in results}
-    assert f"{rows}x{f}xbf16" not in stored - {f"{rows}x{f}xbf16"} and f"{rows}x{d}xbf16" in stored
+    assert f"{rows}x{f}xbf16" not in stored - {f"{rows}x{f}xbf16"}
+    assert f"{rows}x{d}xbf16" in stored
     dispatched = [of for name, _, results, _ in found if name == "moe_dispatch" for of in results]
     assert jnp.all(jnp.array(["f8" in of or "ui8" in of for of in dispatched]))

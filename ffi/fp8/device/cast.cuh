@@ -38,7 +38,7 @@ struct LargestPair {
     }
   }
 
-  // All threads' largest, in thread 0.
+  // All threads' largest, in thread 0. There NaN has one pattern.
   template <int kThreads>
   __device__ void Share(uint2 (&shared)[kThreads / 32]) {
     const uint2 own =
@@ -51,6 +51,7 @@ struct LargestPair {
       all = max(all, shared[i].x);
       finite = max(finite, shared[i].y);
     }
+    if (all > jgg::device::kInfinity) all = 0x7fc00000;
   }
 };
 
