@@ -44,6 +44,8 @@ UNLESS_SAMPLE = {
             "(Rows|Columns|Squares)Kernel.*ElementE0ELb0E|BothKernel|ActivationBackward": (
                 r"F2FP\.SATFINITE\.E4M3",
             ),
+            "CastKernel.*ElementE0E|ActivatedKernel": (r"F2FP\.SATFINITE\.E4M3",),
+            "CastKernel.*ElementE1E": (r"F2FP\.SATFINITE\.E5M2",),
         }
         for architecture in ("sm_89", "sm_90a", "sm_120")
     },

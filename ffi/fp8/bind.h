@@ -58,7 +58,7 @@ inline cudaError_t LaunchFp8(cudaStream_t stream, Fp8GemmSm90& fp8, const Tensor
   operands.l_k_major = operands.r_k_major = true;
   operands.l = l;
   operands.r = r;
-  return fp8.fast ? LaunchFp8FastGemmSm90(stream, fp8, operands, rows_first)
+  return fp8.fast ? LaunchFp8FastGemmSm90(stream, fp8, operands)
                   : LaunchFp8GemmSm90(stream, fp8, operands, rows_first);
 #else
   return cudaErrorNoKernelImageForDevice;

@@ -21,17 +21,16 @@ static cudaError_t LaunchFast(cudaStream_t stream, Fp8GemmSm90& fp8, const Opera
 }
 
 cudaError_t LaunchFp8FastGemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
-                                  const OperandsSm90& operands, bool rows_first) {
-  using cutlass::bfloat16_t, device::Fp8MmSm90, device::Fp8RowsFirstSm90, device::Fp8WgradSm90;
+                                  const OperandsSm90& operands) {
+  using cutlass::bfloat16_t, device::Fp8MmSm90, device::Fp8WgradSm90;
   fp8.gemm.l_k_major = fp8.gemm.r_k_major = true;
   const bool wgrad = fp8.gemm.wgrad;
   if (fp8.gemm.out_dtype == DType::kF32) {
     return wgrad ? LaunchFast<Fp8WgradSm90, float>(stream, fp8, operands)
                  : LaunchFast<Fp8MmSm90, float>(stream, fp8, operands);
   }
-  if (wgrad) return LaunchFast<Fp8WgradSm90, bfloat16_t>(stream, fp8, operands);
-  return rows_first ? LaunchFast<Fp8RowsFirstSm90, bfloat16_t>(stream, fp8, operands)
-                    : LaunchFast<Fp8MmSm90, bfloat16_t>(stream, fp8, operands);
+  return wgrad ? LaunchFast<Fp8WgradSm90, bfloat16_t>(stream, fp8, operands)
+               : LaunchFast<Fp8MmSm90, bfloat16_t>(stream, fp8, operands);
 }
 
 }  // namespace jgg

@@ -45,6 +45,7 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
   if (fast) JGG_RETURN_IF_ERROR(CheckFastOut(kOp, *dtype));
+  if (fast && rows_first) return InvalidArgument(kOp, "no fast kernel has rows first");
   if (rows_first && *dtype == DType::kF32) {
     return InvalidArgument(kOp, "there is no kernel with rows first of float32 results");
   }

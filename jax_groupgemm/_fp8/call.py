@@ -38,7 +38,7 @@ def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
 
     def run_sm90(of: Mm):
         dtype = _of_fast(of.out_dtype) if fast else of.out_dtype
-        first = plan.config["rows_first"] and dtype.name != "float32"
+        first = not fast and plan.config["rows_first"] and dtype.name != "float32"
         out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), dtype)
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm", out)
         more = {"rows_first": first, "fast": fast}

@@ -21,8 +21,8 @@ class FP8Recipe:
 
     Hopper's FP8 kernels run with the defaults of both blocks and of ``gradient_format``. Another
     block makes the result and dx an XLA program of float32 values, and ``"e5m2"`` dx and dw. With
-    ``scaling="tensor"`` or ``"delayed"`` those kernels take the scale of a tensor as that of each
-    block; where they cannot run, kernels of bfloat16 multiply the same codes.
+    ``scaling="tensor"`` or ``"delayed"`` fast kernels take ``"e5m2"``, too; where no kernel of FP8
+    runs, kernels of bfloat16 multiply the same codes.
 
     Args:
       activation_block: of x and dy along the contracted axis: ``(1, 128)``, or ``(1, n)`` of

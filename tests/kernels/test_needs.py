@@ -32,10 +32,17 @@ QUANTIZE = sample("fp8_quantize")
 ALONG = dataclasses.replace(QUANTIZE, along=4096)
 BOTH = dataclasses.replace(ALONG, both=True, dtypes=(BF16,))
 DEQUANTIZE = dataclasses.replace(QUANTIZE, op="fp8_dequantize")
+CAST = dataclasses.replace(QUANTIZE, op="fp8_cast", block=None)
+LARGEST = dataclasses.replace(CAST, op="fp8_largest")
 ACTIVATION = problems.Fp8Activation(
     op="fp8_activation", platform="cuda", dtypes=(BF16,), columns=1024, activation="swiglu"
 )
 BACKWARD = dataclasses.replace(ACTIVATION, op="fp8_activation_backward")
+ACTIVATION_CAST, BACKWARD_CAST = (
+    dataclasses.replace(ACTIVATION, op=f"fp8_activation_cast{of}", rows=4096)
+    for of in ("", "_backward")
+)
+FP8_FAST, FP8_WGRAD_FAST = (dataclasses.replace(of, blocks=(None, None)) for of in (FP8, FP8_WGRAD))
 ROWS = dataclasses.replace(ACTIVATION, op="activation_backward", dtypes=(BF16, BF16))
 DOWN = dataclasses.replace(
     MM, op="down_backward", lists=True, x_list_alone=True, activation="swiglu", n=512
@@ -166,6 +173,14 @@ NEEDS = [
         "e4m3": {"elements": ("e4m3", "e5m2")},
         "blocks of 128 rows": {"blocks": ((1, 128), (128, 128))},
     }),
+    ("jgg_fp8_grouped_mm sm90", FP8_FAST, {
+        "or a scale for each matrix, fast": {"blocks": (None, (128, 128))},
+        "x also e5m2": {"elements": ("e4m3", "e5m2")},
+    }),
+    ("jgg_fp8_grouped_wgrad sm90", FP8_WGRAD_FAST, {
+        "or a scale for each matrix, fast": {"blocks": (None, (1, 128))},
+        "one also e5m2": {"elements": ("e5m2", "e5m2")},
+    }),
     ("jgg_moe_down_backward sm90", DOWN, {
         "bfloat16, float16": {"dtypes": (F32,) * 2, "operand_dtype": F32, "out_dtype": F32},
         "SwiGLU": {"activation": "geglu"},
@@ -198,6 +213,23 @@ NEEDS = [
     ("jgg_fp8_quantize sm80", BOTH, {
         "along both axes C % 16 == 0": {"columns": 2056},
         "blocks of 128 then need bfloat16 and groups": {"dtypes": (F32,)},
+    }),
+    ("jgg_fp8_cast sm80", CAST, {
+        "C % 16 == 0": {"columns": 2056},
+        "along R without groups R % 16 == 0": {"along": 4104},
+        "float32 x with powers of two": {"dtypes": (F32,), "power_of_two": False},
+    }),
+    ("jgg_fp8_cast sm80", LARGEST, {"C % 16 == 0": {"columns": 2056}}),
+    ("jgg_fp8_activation_cast sm80", ACTIVATION_CAST, {
+        "bfloat16": {"dtypes": (F32,)},
+        "a gated activation": {"activation": "silu"},
+        "F % 8 == 0": {"columns": 1028},
+        "R * F below 2^34": {"rows": 2**24},
+    }),
+    ("jgg_fp8_activation_cast_backward sm80", BACKWARD_CAST, {
+        "bfloat16": {"dtypes": (F32,)},
+        "a gated activation": {"activation": "silu"},
+        "F % 128 == 0": {"columns": 1032},
     }),
     ("jgg_fp8_activation sm80", ACTIVATION, {
         "bfloat16": {"dtypes": (F32,)},

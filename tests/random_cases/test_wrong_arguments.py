@@ -91,11 +91,12 @@ def calls():
             "stochastic_rounding_key": None, "format": "e4m3",
         },
         "fp8_grouped_mm": {
-            "x": fp8, "w": fp8_w, "group_sizes": S, "group_offset": None, **OPTIONS, **NAMED,
+            "x": fp8, "w": fp8_w, "group_sizes": S, "group_offset": None, "accumulate": "fast",
+            **OPTIONS, **NAMED,
         },
         "fp8_grouped_wgrad": {
             "x": fp8_t, "dy": fp8_t, "group_sizes": S, "existing_out": jnp.ones((3, 64, 64)),
-            "implementation": None,
+            "accumulate": "exact", "implementation": None,
         },
         "fp8_grouped_linear": {
             "x": X, "w": jnp.ones((3, 8, 64)), "group_sizes": S, "bias": None,

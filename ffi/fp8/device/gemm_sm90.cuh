@@ -38,7 +38,7 @@ struct Fp8WgradSm90 : Fp8MmSm90 {
 // The fast kernel of each, by what is e5m2.
 template <typename Products, bool kL, bool kR = false>
 struct Fp8FastSm90 : Products {
-  static_assert(!kR || Products::kRaggedK);
+  static_assert(!Products::kRowsFirst && (!kR || Products::kRaggedK));
   static constexpr bool kFast = true, kLE5M2 = kL, kRE5M2 = kR;
 };
 

@@ -33,8 +33,7 @@ struct Fp8MixedProduct;
 
 #define JGG_FP8_MIXED_PRODUCT(N)                                                                   \
   template <>                                                                                      \
-  struct Fp8MixedProduct<N, false, false>                                                          \
-      : cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<> {};                                  \
+  struct Fp8MixedProduct<N, false, false> : Fp8Product<N> {};                                      \
   template <>                                                                                      \
   struct Fp8MixedProduct<N, true, false> : cute::SM90::GMMA::MMA_64x##N##x32_F32E5M2E4M3_SS_TN<> { \
   };                                                                                               \
@@ -45,7 +44,6 @@ JGG_FP8_MIXED_PRODUCT(32)
 JGG_FP8_MIXED_PRODUCT(64)
 JGG_FP8_MIXED_PRODUCT(96)
 JGG_FP8_MIXED_PRODUCT(128)
-JGG_FP8_MIXED_PRODUCT(256)
 #undef JGG_FP8_MIXED_PRODUCT
 
 // The scales of rows, 64 by 64, as threads read them (see kStagedRows in gemm_sm90.h).
@@ -235,13 +233,12 @@ struct Fp8RowProducts {
 };
 
 // The sums of all k, as tensor cores add them up, times the scales of both matrices. Sums lie as in
-// Fp8Products, or where rows are the instruction's M as in Fp8RowProducts.
+// Fp8Products.
 template <typename Config>
 struct Fp8FastProducts {
   using Memory = typename Config::SharedMemory;
-  static constexpr bool kRowsFirst = Config::kRowsFirst;
-  static constexpr int kInstructions = kRowsFirst ? 1 : 2;  // side by side
-  using Sums = float[kInstructions][128 / kInstructions];
+  static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
+  using Sums = float[kBlocks][kRows / 2];
 
   __device__ __forceinline__ static void MultiplyTile(const MatrixScales& scales, Memory& memory,
                                                       const Work& work, int group,
@@ -253,69 +250,54 @@ struct Fp8FastProducts {
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(l) : "l"(scales.l));
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(r) : "l"(scales.r + matrix));
 #pragma unroll
-    for (int block = 0; block < kInstructions; ++block) {
+    for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (float& sum : sums[block]) sum = 0.0f;
     }
-    MultiplySlices(memory, work, group, at, sums);
+    if (work.rows > 96) {
+      MultiplySlices<128>(memory, work, group, at, sums);
+    } else if (work.rows > 64) {
+      MultiplySlices<96>(memory, work, group, at, sums);
+    } else if (work.rows > 32) {
+      MultiplySlices<64>(memory, work, group, at, sums);
+    } else {
+      MultiplySlices<32>(memory, work, group, at, sums);
+    }
     const float scale = exists ? l * r : 0.0f;
 #pragma unroll
-    for (int block = 0; block < kInstructions; ++block) {
+    for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (float& sum : sums[block]) sum *= scale;
     }
   }
 
  private:
+  template <int kN>
   __device__ __forceinline__ static void MultiplySlices(Memory& memory, const Work& work, int group,
                                                         Place<Config::kStages>& at, Sums& sums) {
-    if constexpr (kRowsFirst) {
-      if (64 * group >= work.rows) return Multiply<0>(memory, work, group, at, sums);
-      if (work.columns <= 128) return Multiply<128>(memory, work, group, at, sums);
-      return Multiply<256>(memory, work, group, at, sums);
-    } else {
-      if (work.rows > 96) return Multiply<128>(memory, work, group, at, sums);
-      if (work.rows > 64) return Multiply<96>(memory, work, group, at, sums);
-      if (work.rows > 32) return Multiply<64>(memory, work, group, at, sums);
-      return Multiply<32>(memory, work, group, at, sums);
-    }
-  }
-
-  // kN of the instruction; 0: the warpgroup has no rows, and passes the slices on.
-  template <int kN>
-  __device__ __forceinline__ static void Multiply(Memory& memory, const Work& work, int group,
-                                                  Place<Config::kStages>& at, Sums& sums) {
-    const int l_rows = kRowsFirst ? 64 * group : 0, r_rows = kRowsFirst ? 0 : 128 * group;
-    const uint32_t l_first =
-        TileDescriptor(Uniform(SharedAddress(memory.l) + l_rows * 128), 64 * 128);
+    using Instruction = Fp8MixedProduct<kN, Config::kRE5M2, Config::kLE5M2>;
+    const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
     const uint32_t r_first =
-        TileDescriptor(Uniform(SharedAddress(memory.r) + r_rows * 128), 64 * 128);
+        TileDescriptor(Uniform(SharedAddress(memory.r) + group * kBlocks * 64 * 128), 64 * 128);
     const int slices = Uniform(work.slices);
     Place<Config::kStages> here{Uniform(at.index), Uniform(at.parity)};
 #pragma unroll 1
     for (int turn = 0; turn < slices; ++turn) {
       Wait(&memory.full[here.index], here.parity);
-      if constexpr (kN > 0) {
-        const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
-        const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
-        WarpgroupArrive();
+      const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
+      WarpgroupArrive();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          constexpr std::make_index_sequence<kN / 2> kSums;
-          const uint32_t l = l_tile + ((step * 32) >> 4), r = r_tile + ((step * 32) >> 4);
-          if constexpr (kRowsFirst) {
-            using Instruction = Fp8MixedProduct<kN, Config::kLE5M2, Config::kRE5M2>;
-            device::Multiply<Instruction>(l, r, sums[0], true, kSums);
-          } else {
-            using Instruction = Fp8MixedProduct<kN, Config::kRE5M2, Config::kLE5M2>;
-            device::Multiply<Instruction>(r, l, sums[0], true, kSums);
-            device::Multiply<Instruction>(r + (64 * 128 >> 4), l, sums[kInstructions - 1], true,
-                                          kSums);
-          }
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          Multiply<Instruction>(r_tile + ((block * 64 * 128 + step * 32) >> 4),
+                                l_tile + ((step * 32) >> 4), sums[block], true,
+                                std::make_index_sequence<kN / 2>{});
         }
-        WarpgroupCommit();
-        WarpgroupWait<0>();
       }
+      WarpgroupCommit();
+      WarpgroupWait<0>();
       __syncwarp();
       Release<Config>(memory, here.index);
       here.Next();
