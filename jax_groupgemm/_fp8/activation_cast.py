@@ -16,53 +16,75 @@ from .._core import conversion
 from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
 from .._kernels import choose, problems
 from .._quantized import padding
-from .._quantized.array import Quantized
 from . import blocks, cast, convert, tensors
 from .conversion_calls import groups_of
 
 
-def quantized_activation(h, group_sizes, activation: str) -> Quantized:
-    """The rounded ``activation(h)``, with its own scale."""
-    (largest,) = _ACTIVATION(h, None, group_sizes, activation=activation)
-    scale = tensors.scales_of(tensors.range_of(largest), "e4m3")
-    codes, _ = _ACTIVATION(h, scale, group_sizes, activation=activation)
-    return convert.made(codes, scale, block=None)
+def quantized_activation(h, group_sizes, activation: str, *, ages=None, history: int = 1):
+    """``(q, seen)``: the rounded ``activation(h)``, with its own scale or that of a state's
+    ``ages``, as ``tensors.quantized`` has them; and what that state sees."""
+
+    def largest(wanted):
+        (found,) = _ACTIVATION(h, None, _asked(group_sizes, wanted), activation=activation)
+        return found
+
+    scale = tensors.scale_of(largest, ages, history, "e4m3")
+    codes, found = _ACTIVATION(h, scale, group_sizes, activation=activation)
+    return convert.made(codes, scale, block=None), tensors.counted(found)
 
 
-def quantized_backward(h, d, row_scale, group_sizes, activation: str, element: str, seed=None):
-    """What :func:`scaled_activation_backward` gives, each with its own scale. With a ``seed`` dh is
-    rounded at random.
+def quantized_backward(h, d, row_scale, group_sizes, activation: str, element: str, *, seed=None,
+                       ages=(None, None), history: int = 1):  # fmt: skip
+    """What :func:`scaled_activation_backward` gives, each with its own scale, or that of a state's
+    ``ages``: of dh and of the activation. With a ``seed`` dh is rounded at random.
 
     Returns:
       ``row_scale * dh`` in ``element``; the same along grouped rows; ``row_scale * activation(h)``
-      along rows; and float32 sums over columns of ``d * activation(h)``, ``(R,)``.
+      along rows; float32 sums over columns of ``d * activation(h)``, ``(R,)``; and what a state
+      sees of dh.
     """
     if seed is not None:
-        return _at_random(h, d, row_scale, group_sizes, activation, element, seed)
+        return _at_random(
+            h, d, row_scale, group_sizes, activation, element, seed, ages=ages, history=history
+        )
     run = functools.partial(_BACKWARD, h, d.astype(h.dtype), row_scale.astype(jnp.float32))
     static = {"activation": activation, "element": element}
-    (largest,) = run(None, group_sizes, **static)
+
+    @functools.cache  # one call finds both
+    def largest(some: bool):
+        wanted = None if not some else jnp.stack([_unknown(of, history) for of in ages]).any()
+        (found,) = run(None, _asked(group_sizes, wanted), **static)
+        return found
+
+    some = any(of is not None for of in ages)
     of_dh, of_a = (
-        tensors.scales_of(tensors.range_of(one), of)
-        for one, of in zip(largest, (element, "e4m3"), strict=True)
+        tensors.scale_of(lambda _, i=i: largest(some)[i], of_ages, history, of)
+        for i, (of_ages, of) in enumerate(zip(ages, (element, "e4m3"), strict=True))
     )
     scales = jnp.stack([of_dh, of_a])
-    codes, turned, activated, sums, _ = run(scales, group_sizes, **static)
+    codes, turned, activated, sums, found = run(scales, group_sizes, **static)
     positions = padding.padding(group_sizes, h.shape[0], blocks.GROUPED).positions
     lines = functools.partial(convert.made, positions=positions, block=None, axis=-2)
-    return (
-        convert.made(codes, of_dh, block=None),
-        lines(turned, of_dh),
-        lines(activated, of_a),
-        sums,
-    )
+    by_rows = convert.made(codes, of_dh, block=None)
+    return by_rows, lines(turned, of_dh), lines(activated, of_a), sums, tensors.counted(found[0])
 
 
-def _at_random(h, d, row_scale, group_sizes, activation: str, element: str, seed):
+def _unknown(ages, history: int):
+    return True if ages is None else tensors.known_range(ages, history) < 0
+
+
+def _asked(group_sizes, wanted):
+    """Sizes of no rows where nobody wants the result."""
+    return group_sizes if wanted is None else jnp.where(wanted, group_sizes, 0)
+
+
+def _at_random(h, d, row_scale, group_sizes, activation: str, element: str, seed, *, ages,
+               history: int):  # fmt: skip
     live = group_sizes.sum(dtype="int32")
     dh, a, sums = scaled_activation_backward(h, d, row_scale, activation, live)
-    rows, lines, _ = tensors.quantized_lines(dh, group_sizes, seed=seed, element=element)
-    return rows, lines, tensors.quantized_lines(a, group_sizes)[1], sums
+    cast_lines = functools.partial(tensors.quantized_lines, history=history)
+    rows, lines, seen = cast_lines(dh, group_sizes, seed=seed, element=element, ages=ages[0])
+    return rows, lines, cast_lines(a, group_sizes, ages=ages[1])[1], sums, seen
 
 
 def takes(platform: str, h, activation: str) -> bool:

@@ -82,15 +82,33 @@ def quantized_lines(x, group_sizes, *, seed=None, ages=None, history: int = 1,
     return rows, convert.made(codes[1], scales, positions, block=None, axis=-2), ranges
 
 
-def quantized_rows(x, row_index, group_sizes, *, seed=None, element: str = "e4m3") -> Quantized:
+def measured(x, *, seed=None, ages=None, history: int = 1, element: str = "e4m3"):
+    """``(q, seen)``: :func:`quantized` and, where there are ``ages``, :func:`seen` of a matrix."""
+    static = {"history": history, "element": element, "axes": (-1,)}
+    (codes,), scales, ranges = _quantize(lax.stop_gradient(x), None, seed, ages, **static)
+    return convert.made(codes, scales, block=None), ranges
+
+
+def quantized_rows(x, row_index, group_sizes, *, seed=None, ages=None, history: int = 1,
+                   element: str = "e4m3") -> Quantized:  # fmt: skip
     """``x[row_index]`` with the scale of x, as weight gradients contract it; rows are zeros where
     the index is negative."""
     x = lax.stop_gradient(x)
-    scale = scales_of(range_of(cast.largest(x)), element)
+    scale = scale_of(lambda wanted: cast.largest(x, None, wanted), ages, history, element)
     given = {"group_sizes": group_sizes, "row_index": row_index, "seed": seed}
     (codes,) = cast.codes(x, scale, axes=(-2,), element=element, **given)
     positions = padding.padding(group_sizes, row_index.shape[0], blocks.GROUPED).positions
     return convert.made(codes, scale, positions, block=None, axis=-2)
+
+
+def scale_of(largest, ages, history: int, element: str):
+    """That of the largest range whose age is less than ``history``, or else of what
+    ``largest(wanted)`` finds, which may be anything where ``wanted`` is False. It is always wanted
+    where there are no ages, and then None."""
+    if ages is None:
+        return scales_of(range_of(largest(None)), element)
+    known = known_range(ages, history)
+    return scales_of(jnp.where(known < 0, range_of(largest(known < 0)), known), element)
 
 
 def takes(platform: str, shape: tuple[int, int], rows: int, dtype) -> bool:
@@ -118,27 +136,24 @@ def seen(x, group_sizes):
 
 @jax.jit
 def _seen(x, group_sizes):
-    return _counted(range_of(cast.largest(x, group_sizes)))
+    return counted(cast.largest(x, group_sizes))
 
 
-def _counted(exponent):
-    return (lax.iota(jnp.int32, RANGES) == exponent).astype(jnp.float32)
+def counted(largest):
+    """The same, of what ``cast.largest`` found."""
+    return (lax.iota(jnp.int32, RANGES) == range_of(largest)).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("history", "element", "axes"))
 def _quantize(x, group_sizes, seed, ages, *, history: int, element: str, axes: tuple[int, ...]):
     """Codes along each of ``axes``, scales, and what is seen of x where there are ``ages``."""
-    known = None if ages is None else known_range(ages, history)
-    wanted = None if known is None else known < 0
-    exponents = range_of(cast.largest(x, group_sizes, wanted))
-    if known is not None:
-        exponents = jnp.where(known < 0, exponents, known)
-    scales = scales_of(exponents, element)
+    largest = functools.partial(cast.largest, x, group_sizes)
+    scales = scale_of(largest, ages, history, element)
     more = {"axes": axes, "measures": ages is not None, "element": element}
     found = cast.codes(x, scales, group_sizes=group_sizes, seed=seed, **more)
     if ages is None:
         return found, scales, None
-    return found[:-1], scales, _counted(range_of(found[-1]))
+    return found[:-1], scales, counted(found[-1])
 
 
 def known_range(ages, history: int):

@@ -48,7 +48,7 @@ def experts(x, weights: Weights, routing: Routing, pairs, weight, plan: Plan | N
 def _composed(x, weights, routing, pairs, weight, plan, key, *, products: Products):
     del pairs
     x, weight = send(plan, x, weight)
-    sums, _ = _pass_forward(x, weights, routing, weight, key, products=products, keeps=False)
+    sums, *_ = _pass_forward(x, weights, routing, weight, key, products=products, keeps=False)
     return collect(plan, sums, out_dtypes=(products.out_dtype,))[0]
 
 
@@ -57,16 +57,19 @@ def _composed(x, weights, routing, pairs, weight, plan, key, *, products: Produc
 
 def _pass_forward(x, weights: Weights, routing: Routing, weight, key, *, products: Products,
                   keeps: bool = True):  # fmt: skip
-    """The sums of tokens; and h, or None unless it ``keeps`` that."""
+    """The sums of tokens; h, or None unless it ``keeps`` that; and what states learn, or None."""
     (up, down), (up_key, down_key) = weights, products.forward_keys(key)
-    a, h = products.up(products.rows(x, routing), up, routing, up_key, keeps)
+    rows = products.rows(x, routing)
+    a, h = products.up(rows, up, routing, up_key, keeps)
     y = products.down(a, down, routing, down_key)
-    return combined(y, routing, weight, products.sum_dtype), h
+    seen = products.seen_forward(rows, a, weights, routing) if keeps else None
+    return combined(y, routing, weight, products.sum_dtype), h, seen
 
 
 def _pass_backward(x, weights: Weights, routing: Routing, ct, h, pairs, weight, key, *,
                    products: ProductsWithBackward):  # fmt: skip
-    """The cotangents of x, of w and bias of both products, and of weight."""
+    """The cotangents of x, of w and bias of both products, and of weight; and what states learn,
+    or None."""
     up, down = weights
     up_keys, down_keys = map(trilinear.split, trilinear.split(key))
     ct_rows, x_rows = products.rows(ct, routing), products.rows(x, routing)
@@ -85,7 +88,8 @@ def _pass_backward(x, weights: Weights, routing: Routing, ct, h, pairs, weight, 
         dup_bias = products.bias_cotangent(up.bias, dh, routing)
     drows = products.rows_cotangent(dh, up, routing, up_keys[0])
     dx = combined(drows, routing, None, x.dtype)
-    return dx, (dup, dup_bias), (ddown, ddown_bias), dweight.astype(weight.dtype)
+    seen = products.seen_backward(ct_rows, dh, weights, routing)
+    return dx, (dup, dup_bias), (ddown, ddown_bias), dweight.astype(weight.dtype), seen
 
 
 def _of_biases(ct, bias, routing: Routing, pairs):
@@ -133,13 +137,13 @@ def _forward(
     weights, kept = products.kept(weights, multiplied)
     x, weight = send(plan, x, weight)
     run = _FORWARD if products.by_pass else _pass_forward
-    sums, h = run(x, weights, routing, weight, key, products=products)
+    sums, h, seen = run(x, weights, routing, weight, key, products=products)
     (out,) = collect(plan, sums, out_dtypes=(products.out_dtype,))
-    return out, (checkpoint_name(h, "moe_h"), weight, kept)
+    return out, (checkpoint_name(h, "moe_h"), weight, kept, seen)
 
 
 def _backward(saved, operands, cts, *, products: ProductsWithBackward):
-    (h, sent_weight, kept), (ct,) = saved, cts
+    (h, sent_weight, kept, seen), (ct,) = saved, cts
     x, weights, routing, pairs, weight, plan, key = operands
     x_again = x
     if products.makes_rows_again:
@@ -147,11 +151,17 @@ def _backward(saved, operands, cts, *, products: ProductsWithBackward):
         x_again, ct = lax.optimization_barrier((x, ct))
     ct, x_again = send(plan, ct.astype(products.dtype), x_again)
     run = _BACKWARD if products.by_pass else _pass_backward
-    dx, dup, ddown, dweight = run(
+    dx, dup, ddown, dweight, more = run(
         x_again, products.restored(weights, kept), routing, ct, h, pairs, sent_weight, key,
         products=products,
     )  # fmt: skip
-    dweights = Weights(weights.up.cotangent(*dup), weights.down.cotangent(*ddown))
+    of_states = products.state_cotangents(seen, more)
+    dweights = Weights(
+        *(
+            of.cotangent(*d, state)
+            for of, d, state in zip(weights, (dup, ddown), of_states, strict=True)
+        )
+    )
     # A pair is on one device, so its weight's gradient is not rounded on its way.
     dx, dweight = collect(plan, dx, dweight, out_dtypes=(x.dtype, weight.dtype))
     return dx, dweights, None, None, dweight, None, None

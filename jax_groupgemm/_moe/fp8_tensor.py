@@ -1,14 +1,16 @@
 """``FP8Tensor``: the layer with one scale for each tensor, as ``fp8.py`` has that of blocks.
 
-Its kernels, ``FP8TensorKernels``, find a scale in one pass and cast in another. Tokens are cast
-before they are copied to their rows, as bytes, and for weight gradients by list. The activation and
-its backward pass are made in both passes, which read h and d and store no array of them.
+Its kernels, ``FP8TensorKernels``, find a scale in one pass and cast in another; with delayed
+scaling the first pass ends at once. Tokens are cast before they are copied to their rows, as bytes,
+and for weight gradients by list. The activation and its backward pass are made in both passes,
+which read h and d and store no array of them. An activation times its rows' weights, which weight
+gradients contract, has the delayed scale of the activation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._core import segments
 from .._fp8 import activation_cast, grouped_mm, tensors
@@ -16,6 +18,8 @@ from .._fp8.grouped_linear import TensorProducts
 from .._fp8.grouped_wgrad import grouped_wgrad
 from .._fp8.grouped_wgrad import takes as takes_wgrad
 from .._fp8.recipe import accumulates
+from .._fp8.state import FP8State
+from .._quantized import trilinear
 from .._quantized.array import Quantized
 from .fp8 import FP8, OP, dispatched_codes, seed_of_key
 from .products import Linear
@@ -40,7 +44,8 @@ class FP8Tensor(FP8):
         ):
             return None
         kernels = FP8TensorKernels(*(getattr(self, f.name) for f in dataclasses.fields(self)))
-        return kernels, weights
+        states = States(*(of.state for of in weights))  # each step has both
+        return kernels, weights.map(lambda of: dataclasses.replace(of, state=states))
 
     def _takes(self, platform: str, w: Quantized, rows: int) -> bool:
         """Whether kernels multiply rows by w, gradients by the same codes, and both by each
@@ -57,6 +62,63 @@ class FP8Tensor(FP8):
     def _products(self) -> TensorProducts:
         return TensorProducts(self.recipe, columns=not self.transpose_w)
 
+    def rows_cotangent(self, dy, linear, routing, key):
+        products, sizes, codes = self._products, routing.group_sizes, None
+        if linear.state is not None and self.recipe.dgrad == "fp8":
+            codes, *_ = products.both(dy, sizes, (key, key), linear.state)
+        w, is_gradient = self._across(linear.w), (True, False)
+        return trilinear.rows_cotangent(
+            dy, w, linear.codes, sizes, key, products, is_gradient, codes
+        )
+
+    def weight_cotangent(self, linear, tokens, rows, routing, key, *, first):
+        if linear.state is None or self.recipe.wgrad != "fp8":
+            return super().weight_cotangent(linear, tokens, rows, routing, key, first=first)
+        products, sizes = self._products, routing.group_sizes
+        dy, x = (rows, tokens) if first else (tokens, rows)
+        _, x, _ = trilinear.packed(x, sizes, linear.state, products)
+        _, codes, _ = products.both(dy, sizes, (key, key), linear.state)
+        w, is_gradient = self._across(linear.w), (True, False)
+        return self._across(
+            trilinear.weight_cotangent(dy, x, w, sizes, key, products, is_gradient, codes)
+        )
+
+    def seen_forward(self, rows, a, weights, routing):
+        return self._seen(rows, a, weights, routing)
+
+    def seen_backward(self, ct, dh, weights, routing):
+        return self._seen(dh, ct, weights, routing)
+
+    def _seen(self, of_up, of_down, weights, routing: Routing):
+        if weights.up.state is None:
+            return None
+        return tuple(tensors.seen(of, routing.group_sizes) for of in (of_up, of_down))
+
+    def state_cotangents(self, forward, backward):
+        if forward is None:
+            return None, None
+        return tuple(FP8State(x, dy) for x, dy in zip(forward, backward, strict=True))
+
+
+class States(NamedTuple):
+    """Those of up and of down, in place of either's; twice None without delayed scaling."""
+
+    up: FP8State | None
+    down: FP8State | None
+
+    def ages(self, linear: str, operand: str):
+        state = getattr(self, linear)
+        return None if state is None else getattr(state, operand)
+
+
+class Codes(NamedTuple):
+    """What stands for the activation, and for dh, in passes of kernels: codes by rows; dh's along
+    rows; and what states see of what up multiplies, or of dh, and of what down does, or of ct."""
+
+    by_rows: Quantized
+    along_rows: Quantized | None
+    seen: tuple[Any, Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class FP8TensorKernels(FP8Tensor):
@@ -70,43 +132,62 @@ class FP8TensorKernels(FP8Tensor):
         return None, None
 
     def up(self, x, up, routing, key, keeps):
-        h = self.down(dispatched_codes(tensors.quantized(x), routing), up, routing, key)
-        codes = activation_cast.quantized_activation(h, routing.group_sizes, self.activation)
-        return codes, h
+        history = self.recipe.history
+        codes, of_x = tensors.measured(x, ages=up.state.ages("up", "x"), history=history)
+        h = self._result(dispatched_codes(codes, routing), up, routing)
+        a, of_a = activation_cast.quantized_activation(
+            h, routing.group_sizes, self.activation, ages=up.state.ages("down", "x"),
+            history=history,
+        )  # fmt: skip
+        return Codes(a, None, (of_x, of_a)), h
 
     def down(self, a, down, routing, key):
+        return self._result(a.by_rows, down, routing)
+
+    def _result(self, codes: Quantized, linear: Linear, routing: Routing):
         metadata, how = segments.sizes(routing.group_sizes), accumulates(self.recipe)[0]
+        assert linear.codes is not None
         return grouped_mm.of_rows(
-            OP, a, down.codes, metadata, self.dtype, accumulate=how, clears_rest=False
+            OP, codes, linear.codes, metadata, self.dtype, accumulate=how, clears_rest=False
         )
 
     def down_backward(self, ct, h, down, row_weight, routing, key, up_keys):
-        codes = tensors.quantized(ct, seed=seed_of_key(key), element=self.recipe.gradient_format)
+        element, states = self.recipe.gradient_format, down.state
+        same = {"element": element, "history": self.recipe.history}
+        ages = states.ages("down", "dy")
+        codes, of_ct = tensors.measured(ct, seed=seed_of_key(key), ages=ages, **same)
         d = self._gradient(dispatched_codes(codes, routing), down, routing)
-        by_rows, along_rows, a, sums = activation_cast.quantized_backward(
-            h, d, row_weight, routing.group_sizes, self.activation, self.recipe.gradient_format,
-            seed_of_key(up_keys[0]),
+        by_rows, along_rows, a, sums, of_dh = activation_cast.quantized_backward(
+            h, d, row_weight, routing.group_sizes, self.activation, seed=seed_of_key(up_keys[0]),
+            ages=(states.ages("up", "dy"), states.ages("down", "x")), **same,
         )  # fmt: skip
-        return (by_rows, along_rows), a, sums
+        return Codes(by_rows, along_rows, (of_dh, of_ct)), a, sums
 
     def weight_cotangent(self, linear, tokens, rows, routing, key, *, first):
-        element = "e4m3" if first else self.recipe.gradient_format
+        operand = ("up", "x") if first else ("down", "dy")
         of_tokens = tensors.quantized_rows(
-            tokens, tokens_of_rows(routing), routing.group_sizes, element=element,
-            seed=None if first else seed_of_key(key),
+            tokens, tokens_of_rows(routing), routing.group_sizes,
+            element="e4m3" if first else self.recipe.gradient_format,
+            seed=None if first else seed_of_key(key), ages=linear.state.ages(*operand),
+            history=self.recipe.history,
         )  # fmt: skip
-        dy, x = (rows[1], of_tokens) if first else (of_tokens, rows)
+        dy, x = (rows.along_rows, of_tokens) if first else (of_tokens, rows)
         pair = (x, dy) if self.transpose_w else (dy, x)
         how = accumulates(self.recipe)[2]
         return grouped_wgrad(*pair, routing.group_sizes, dtype=linear.w.dtype, accumulate=how)
 
     def rows_cotangent(self, dh, up, routing, key):
-        return self._gradient(dh[0], up, routing)
+        return self._gradient(dh.by_rows, up, routing)
 
     def _gradient(self, dy, linear: Linear, routing: Routing):
-        metadata, codes = segments.sizes(routing.group_sizes), linear.codes
-        assert codes is not None
-        how = accumulates(self.recipe)[1]
+        metadata, how = segments.sizes(routing.group_sizes), accumulates(self.recipe)[1]
+        assert linear.codes is not None
         return grouped_mm.of_gradient(
-            OP, dy, codes, metadata, self.dtype, accumulate=how, clears_rest=False
+            OP, dy, linear.codes, metadata, self.dtype, accumulate=how, clears_rest=False
         )
+
+    def seen_forward(self, rows, a, weights, routing):
+        return None if weights.up.state.up is None else a.seen
+
+    def seen_backward(self, ct, dh, weights, routing):
+        return None if weights.up.state.up is None else dh.seen

@@ -73,9 +73,8 @@ class Layer:
         same = self.activation, self.dtype, *results, self.transpose_w
         if isinstance(self.recipe, FP8Recipe):
             biased = any(of.bias is not None for of in weights)
-            kind = FP8Tensor if by_tensor(self.recipe) else FP8
-            if self.composed or biased or self.recipe.scaling == "delayed":
-                kind = FP8Operations
+            of_kernels = FP8Tensor if by_tensor(self.recipe) else FP8
+            kind = FP8Operations if self.composed or biased else of_kernels
             return kind(*same, self.recipe)
         if self.recipe is not None:
             return NVFP4(*same, self.recipe)

@@ -38,9 +38,9 @@ class Linear:
     codes: Quantized | None = None
     state: Any = None
 
-    def cotangent(self, dw, dbias) -> Linear:
+    def cotangent(self, dw, dbias, dstate) -> Linear:
         """The record of cotangents. Codes are constant."""
-        return Linear(dw, dbias, jax.tree.map(lambda _: None, self.codes))
+        return Linear(dw, dbias, jax.tree.map(lambda _: None, self.codes), dstate)
 
 
 class Weights(NamedTuple):
@@ -108,6 +108,10 @@ class Products(abc.ABC):
     @abc.abstractmethod
     def down(self, a, down: Linear, routing: Routing, key) -> jax.Array: ...
 
+    def seen_forward(self, rows, a, weights: Weights, routing: Routing) -> Any:
+        """What states learn of what both products multiply; None where there are none."""
+        del rows, a, weights, routing
+
 
 @dataclasses.dataclass(frozen=True)
 class ProductsWithBackward(Products):
@@ -157,6 +161,15 @@ class ProductsWithBackward(Products):
                          first: bool) -> Any:  # fmt: skip
         """The cotangent of w. If ``first``, w multiplies the tokens' rows and ``rows`` is the
         cotangent of what it gives; otherwise tokens are the cotangents of what it gives."""
+
+    def seen_backward(self, ct, dh, weights: Weights, routing: Routing) -> Any:
+        """What states learn of the cotangents of what both products give; or None."""
+        del ct, dh, weights, routing
+
+    def state_cotangents(self, forward, backward) -> tuple[Any, Any]:
+        """Those of up's and of down's state, of what both passes have seen."""
+        del forward, backward
+        return None, None
 
     def bias_cotangent(self, bias, rows, routing: Routing) -> Any:
         return fused.bias_cotangent(bias, segments.sizes(routing.group_sizes), self.mm(rows), rows)

@@ -169,7 +169,7 @@ def _out_forward(x, w, q, codes, bias, group_sizes, key, state, products, how):
     x, w, q, codes, bias, group_sizes, key, state = operands
     kept, seen = x if moves else None, None
     if moves and how.packs and products.packs:
-        codes, kept, seen = _packed(x, group_sizes, state, products)
+        codes, kept, seen = packed(x, group_sizes, state, products)
     turned = None
     if q is None and w is not None and not how.random[1]:
         q, turned = products.shared(w, x_moves)
@@ -299,13 +299,13 @@ def _sharded_as(a, grad):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _packed(x, group_sizes, state, products):
+def packed(x, group_sizes, state, products):
     """Codes of x, for two uses: the result, whose derivative uses x itself; and dw, which keeps
     them. No derivative of dw reaches x through the codes."""
     return products.packed(x, group_sizes, state)
 
 
-@_packed.defjvp
+@packed.defjvp
 def _(products, primals, tangents):
     del primals, tangents
     raise NotImplementedError(

@@ -91,8 +91,8 @@ def calls():
             "stochastic_rounding_key": None, "format": "e4m3",
         },
         "fp8_grouped_mm": {
-            "x": fp8, "w": fp8_w, "group_sizes": S, "group_offset": None, "accumulate": "fast",
-            **OPTIONS, **NAMED,
+            "x": fp8, "w": fp8_w, "group_sizes": S, "group_offset": None, **OPTIONS,
+            "preferred_element_type": None, "accumulate": "fast", "implementation": None,
         },
         "fp8_grouped_wgrad": {
             "x": fp8_t, "dy": fp8_t, "group_sizes": S, "existing_out": jnp.ones((3, 64, 64)),
