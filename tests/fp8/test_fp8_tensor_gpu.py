@@ -173,8 +173,12 @@ def test_fast_sums_are_those_of_the_model(k):
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate": "fast"}, {"accumulate": "fast", "gradient_format": "e5m2"}],
-    ids=["default", "fast", "e5m2"],
+    [
+        {},
+        {"accumulate": "fast", "scaling": "delayed"},
+        {"accumulate": "fast", "gradient_format": "e5m2"},
+    ],
+    ids=["default", "fast, delayed", "e5m2"],
 )
 def test_layer(options, transpose_w):
     """Kernels against the composition: as far from each other as FP8's own error, which both
@@ -188,17 +192,26 @@ def test_layer(options, transpose_w):
     index = jnp.asarray(rng.integers(-1, e - 1, (tokens, k)), jnp.int32)
     weight = jnp.asarray(rng.random((tokens, k)), "float32")
     args, ct = (of(tokens, d), up, down, weight), of(tokens, d)
-    recipe = jgg.FP8Recipe(scaling="tensor", **options)
+    recipe = jgg.FP8Recipe(**{"scaling": "tensor", **options})
+    delayed = recipe.scaling == "delayed"
+    state = (jgg.FP8State.new(), jgg.FP8State.new()) if delayed else None
 
-    def step(args, ct, recipe=recipe, **more):
-        layer = lambda x, up, down, weight: jgg.moe_mlp(
-            x, up, down, index, weight, recipe=recipe, transpose_w=transpose_w, **more
+    def step(args, ct, state, recipe=recipe):
+        layer = lambda args, state: jgg.moe_mlp(
+            *args[:3], index, args[3], recipe=recipe, transpose_w=transpose_w, state=state
         )
-        out, pull = jax.vjp(layer, *args)
-        return out, *pull(ct)
+        out, pull = jax.vjp(layer, args, state)
+        grads, seen = pull(ct)
+        return (out, *grads), seen
 
-    got = compiled(step, "jgg_fp8_activation_cast_backward", args, ct)
-    exact = jax.jit(functools.partial(step, recipe=None))(args, ct)
+    got, seen = compiled(step, "jgg_fp8_activation_cast_backward", args, ct, state)
+    if delayed:  # the second step has the scales of the first one, which are its own
+        assert [int((np.asarray(a) > 0).sum()) for a in jax.tree.leaves(seen)] == [1] * 4
+        state = tuple(s.updated(new) for s, new in zip(state, seen, strict=True))
+        again, _ = compiled(step, "jgg_fp8_activation_cast_backward", args, ct, state)
+        np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(got[0]))
+        got = again
+    exact, _ = jax.jit(functools.partial(step, recipe=None))(args, ct, None)
     limit = 0.12 if "gradient_format" in options else 0.08
     for one, want in zip(got, exact, strict=True):
         assert oracle.error(one, want) < limit

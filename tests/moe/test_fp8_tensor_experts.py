@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
+from jax_groupgemm._fp8 import activation_cast, tensors
+from jax_groupgemm._moe.fp8_tensor import FP8Tensor
 
 T, D, F, E, K = 24, 16, 32, 4, 2
 TENSOR, DELAYED = (jgg.FP8Recipe(scaling=scaling) for scaling in ("tensor", "delayed"))
@@ -64,6 +66,28 @@ def test_errors_are_those_of_eight_bits(problem):
     assert [len(of) for of in ranges(seen)] == [1] * 4
     amax = np.abs(oracle.f64(problem[0][0])[(np.asarray(problem[1]) >= 0).any(1)]).max()
     assert ranges(seen)[0] == [int(np.ceil(np.log2(amax / 1.75))) + 127]
+
+
+@pytest.mark.parametrize("accumulate", ["fast", "exact"])
+@pytest.mark.parametrize("scaling", ["tensor", "delayed"])
+def test_passes_of_kernels(monkeypatch, problem, scaling, accumulate):
+    """Made of definitions, as of kernels: the same bits, with scales that are too small, too. Every
+    token has experts, because all tokens' numbers make the scale here."""
+    (args, index, ct), state = problem, None
+    if scaling == "delayed":
+        ages = jnp.full(256, jnp.inf)
+        of = lambda x, dy: jgg.FP8State(ages.at[x].set(0), ages.at[dy].set(3))
+        state = of(126, 125), of(120, 127)
+    recipe = jgg.FP8Recipe(scaling=scaling, accumulate=accumulate)
+    given = (args, jnp.maximum(index, 0), ct)
+    want = run(given, state, recipe=recipe)
+    ran = []
+    for module, name in ((activation_cast, "takes"), (tensors, "takes"), (FP8Tensor, "_takes")):
+        monkeypatch.setattr(module, name, lambda *_: ran.append(1) or True)
+    got = run(given, state, recipe=recipe)
+    assert ran
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_weights_that_are_quantized_beforehand(problem):
