@@ -1,4 +1,5 @@
 // Kernels of FP8 products whose operands have one scale for a matrix, and no promotion.
+#include "common/sample.h"
 #include "fp8/gemm_sm90.cuh"
 
 namespace jgg {
@@ -10,14 +11,18 @@ static cudaError_t LaunchFast(cudaStream_t stream, Fp8GemmSm90& fp8, const Opera
 
 template <typename Products, typename Element>
 static cudaError_t LaunchFast(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands) {
-  if (fp8.r_e5m2) {
+  if (!fp8.l_e5m2 && !fp8.r_e5m2) {
+    return LaunchFast<Products, Element, false, false>(stream, fp8, operands);
+  }
+  if constexpr (kSample) {
+    return cudaErrorNoKernelImageForDevice;
+  } else {
+    if (!fp8.r_e5m2) return LaunchFast<Products, Element, true, false>(stream, fp8, operands);
     if constexpr (Products::kRaggedK) {
       if (!fp8.l_e5m2) return LaunchFast<Products, Element, false, true>(stream, fp8, operands);
     }
     return cudaErrorNotSupported;
   }
-  return fp8.l_e5m2 ? LaunchFast<Products, Element, true, false>(stream, fp8, operands)
-                    : LaunchFast<Products, Element, false, false>(stream, fp8, operands);
 }
 
 cudaError_t LaunchFp8FastGemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
