@@ -138,7 +138,7 @@ def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
 
 
 def takes_matrices(platform: str, w: Quantized, rows: int, dtype, element: str,
-                   accumulate: Accumulate, transposed: bool) -> bool:  # fmt: skip
+                   accumulate: Accumulate, *, transposed: bool) -> bool:  # fmt: skip
     """Whether a kernel multiplies rows in ``element`` by w, both with a scale for each matrix; by
     the transpose of w with ``transposed``."""
     groups, n, k = w.shape

@@ -90,7 +90,7 @@ class FP8(FP8Operations, ProductsWithBackward):
 
     by_pass = True
 
-    def on(self, platform, x, weights, routing):
+    def on(self, platform, x, weights, routing) -> tuple | None:
         if not self._fusible:
             return None
         weights = self._coded(weights, (False, False))[0]

@@ -30,7 +30,7 @@ from .routing import Routing, tokens_of_rows
 class FP8Tensor(FP8):
     """The backward pass in terms of products that have derivatives, where no kernels run all."""
 
-    def on(self, platform, x, weights, routing):
+    def on(self, platform, x, weights, routing) -> tuple | None:
         r = self.recipe
         if {r.forward, r.dgrad, r.wgrad} != {"fp8"}:
             return None
@@ -51,25 +51,24 @@ class FP8Tensor(FP8):
         """Whether kernels multiply rows by w, gradients by the same codes, and both by each
         other."""
         format, how = self.recipe.gradient_format, accumulates(self.recipe)
-        forward, dgrad = (
-            grouped_mm.takes_matrices(platform, w, rows, self.dtype, element, accumulate, moved)
-            for element, accumulate, moved in (("e4m3", how[0], False), (format, how[1], True))
-        )
         elements = ("e4m3", format) if self.transpose_w else (format, "e4m3")
-        return forward and dgrad and takes_wgrad(platform, w, rows, self.dtype, elements, how[2])
+        of = platform, w, rows, self.dtype
+        return (
+            grouped_mm.takes_matrices(*of, "e4m3", how[0], transposed=False)
+            and grouped_mm.takes_matrices(*of, format, how[1], transposed=True)
+            and takes_wgrad(*of, elements, how[2])
+        )
 
     @property
     def _products(self) -> TensorProducts:
         return TensorProducts(self.recipe, columns=not self.transpose_w)
 
-    def rows_cotangent(self, dy, linear, routing, key):
+    def rows_cotangent(self, dh, up, routing, key):
         products, sizes, codes = self._products, routing.group_sizes, None
-        if linear.state is not None and self.recipe.dgrad == "fp8":
-            codes, *_ = products.both(dy, sizes, (key, key), linear.state)
-        w, is_gradient = self._across(linear.w), (True, False)
-        return trilinear.rows_cotangent(
-            dy, w, linear.codes, sizes, key, products, is_gradient, codes
-        )
+        if up.state is not None and self.recipe.dgrad == "fp8":
+            codes, *_ = products.both(dh, sizes, (key, key), up.state)
+        w, is_gradient = self._across(up.w), (True, False)
+        return trilinear.rows_cotangent(dh, w, up.codes, sizes, key, products, is_gradient, codes)
 
     def weight_cotangent(self, linear, tokens, rows, routing, key, *, first):
         if linear.state is None or self.recipe.wgrad != "fp8":
@@ -97,7 +96,8 @@ class FP8Tensor(FP8):
     def state_cotangents(self, forward, backward):
         if forward is None:
             return None, None
-        return tuple(FP8State(x, dy) for x, dy in zip(forward, backward, strict=True))
+        (x, a), (dh, ct) = forward, backward
+        return FP8State(x, dh), FP8State(a, ct)
 
 
 class States(NamedTuple):
