@@ -148,8 +148,8 @@ def test_grouped_wgrad(sizes, n, k, existing, element):
 
 @pytest.mark.parametrize("k", [256, 2048, 8192])
 def test_fast_sums_are_those_of_the_model(k):
-    """Of numbers of one sign, which feel what is cut off: as far from float64 as the model says,
-    within a factor of three; and exact ones are nearer at length."""
+    """Of numbers of one sign, which feel what is cut off: no further from float64 than twice what
+    the model says; and exact ones are nearer at length."""
     rng = np.random.default_rng(5)
     draw = lambda *shape: np.abs(rng.normal(size=shape)).astype("float32")
     x, w = (
@@ -166,7 +166,7 @@ def test_fast_sums_are_those_of_the_model(k):
         )
         got = np.float64(compiled(f, "jgg_fp8_grouped_mm", x, w, jnp.asarray([64])))
         errors[accumulate] = error(got / float(x.scales) / float(w.scales[0]), want)
-    assert model / 3 < errors["fast"] < 3 * model
+    assert model / 10 < errors["fast"] < 2 * model
     assert k == 256 or errors["exact"] < errors["fast"] / 2
 
 
