@@ -121,7 +121,7 @@ XLA_FFI_DEFINE_HANDLER(kFp8ActivationCastBackward, Fp8ActivationCastBackward,
                            .Arg<ffi::AnyBuffer>()  // scales of dh and of the activation, or empty
                            .Arg<ffi::AnyBuffer>()  // sizes
                            .RemainingRets()        // codes of three, sums, where there are scales;
-                                             // largest; workspace
+                                                   // largest; workspace
                            .Attr<std::string_view>("activation"),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -180,7 +180,6 @@ extern "C" bool backward_kernel(const Operands* o, const char* name) {
 
 extern "C" bool activation_values(const Operands* o, const char* name, uint16_t* activation,
                                   uint16_t* dh, uint16_t* scaled) {
-  return ByName(name, [&](auto of) {
-    Values<decltype(of)::kActivation>(*o, activation, dh, scaled);
-  });
+  return ByName(name,
+                [&](auto of) { Values<decltype(of)::kActivation>(*o, activation, dh, scaled); });
 }
