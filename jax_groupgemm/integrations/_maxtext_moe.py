@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from .._core.types import Activation
 from .._fp8.recipe import FP8Recipe
 from .._moe.moe_mlp import moe_mlp
 
 MODULE = "maxtext.layers.moe"
 
 #: MaxText's activation of gate, and ours of gate and up.
-ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
 #: Settings that ask for something which this layer does not do, and the only values that it takes.
 #: Those of kernels that it replaces do not matter.
