@@ -274,7 +274,7 @@ def test_gradients_of_the_kernel(rng, dtype, rank, rows):
 
     def loss(x, a, b, old):
         out = jgg.lora_mm(x, a, b, adapter, expert, scale=0.5, existing_out=old)
-        return (out.astype("float32") ** 2).sum()
+        return (out.astype("float32") ** 2).sum() / 64  # in float16's range
 
     gots = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, a, b, old)
     wants = jax.grad(loss, (0, 1, 2, 3))(*(v.astype("float32") for v in (x, a, b, old)))
