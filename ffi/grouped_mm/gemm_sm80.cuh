@@ -175,9 +175,12 @@ using SquareSm80 = device::PipelinedConfig<Element, kA, kB, 128, 128, 4, 2, 512>
 template <typename Element, bool kA, bool kB>
 using WideSm80 = device::PipelinedConfig<Element, kA, kB, 128, 256, 4, 1, 128>;
 
-// Whether the pipeline takes these operands: copies are of 16 bytes, and results lie in rows.
-inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major) {
+// Whether the pipeline takes these operands: copies are of 16 bytes, and results lie in rows. A
+// gated w whose rows lie along n was slow in turns of 8 columns; in those of TurnSm80 it gives the
+// right values, and has not been timed.
+inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major, bool b_k_major) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
+  if (!b_k_major && IsGated(gemm.epilogue.activation)) return false;
   return mm == a_k_major && gemm.a_width == 8 && gemm.b_width == 8 && gemm.out_n == 1 &&
          (!mm || gemm.k % 8 == 0);
 }
@@ -219,7 +222,7 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
     return LaunchConfig<typename Configs::Small>(stream, gemm);
   }
   if constexpr (kHasPipelined<Element, kAKMajor, kBKMajor>) {
-    if (rows > kMedium / 2 && CanPipeline(gemm, kAKMajor)) {
+    if (rows > kMedium / 2 && CanPipeline(gemm, kAKMajor, kBKMajor)) {
       const ProblemSm80 problem = ProblemOf(gemm);
       const GpuSm80 gpu{Processors(), SharedMemory()};
       using Wide = WideSm80<Element, kAKMajor, kBKMajor>;
