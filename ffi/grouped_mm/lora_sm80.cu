@@ -21,12 +21,6 @@ cudaError_t Launch(cudaStream_t stream, const Lora& lora) {
 
 template <DType kX, int kRank>
 cudaError_t LaunchKind(cudaStream_t stream, const Lora& lora) {
-  if constexpr (kRank == 16 || kRank == 32) {
-    if (rules::LoraIsTall(lora.rows, lora.pairs)) {
-      return lora.turned ? Launch<kX, kRank, true, Kind::kTall>(stream, lora)
-                         : Launch<kX, kRank, false, Kind::kTall>(stream, lora);
-    }
-  }
   if (lora.turned) return Launch<kX, kRank, true, Kind::kShort>(stream, lora);
   if constexpr (kRank > 8) {
     if (rules::LoraIsDeep(lora.rows, lora.pairs)) {

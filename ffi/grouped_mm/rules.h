@@ -120,12 +120,9 @@ inline Reason LoraProblem(int64_t rank, int64_t k, int64_t n) {
   return NeedsMultiple("N", 8, n);
 }
 
-// Whether the kernel takes 32 rows of a pair together, not 16.
-constexpr bool LoraIsTall(int64_t rows, int64_t pairs) { return rows >= 8 * pairs; }
-
-// Whether there are no more runs of rows than an H200 has multiprocessors.
-inline bool LoraIsDeep(int64_t rows, int64_t pairs) {
-  return std::min(rows, pairs) <= kH200Processors;
+// Whether an H200 has a multiprocessor for each pair, and rows for each multiprocessor.
+constexpr bool LoraIsDeep(int64_t rows, int64_t pairs) {
+  return pairs <= kH200Processors && rows > kH200Processors;
 }
 
 // Rows of a block: one, until there are more blocks than a GPU holds at a time.

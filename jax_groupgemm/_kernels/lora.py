@@ -5,8 +5,8 @@ from __future__ import annotations
 from . import extension
 from .problems import HALVES, Lora
 
-# Rows for each pair of factors from which tiles of two grouped products are faster.
-MOST_ROWS = 64
+# Up to so many rows for each pair of factors. With 64 two grouped products are faster.
+MOST_ROWS = 32
 # Rows from which they are put in order of their pairs first: fewer are multiplied as they come.
 SORT_FROM_ROWS = 2048
 

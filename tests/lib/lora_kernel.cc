@@ -19,9 +19,6 @@ void RunKind(const Lora& lora) {
 template <DType kX, int kRank, bool kTurned>
 void RunRank(const Lora& lora, device::LoraKind kind) {
   using device::LoraKind;
-  if constexpr (kRank == 16 || kRank == 32) {
-    if (kind == LoraKind::kTall) return RunKind<kX, kRank, kTurned, LoraKind::kTall>(lora);
-  }
   if constexpr (kRank > 8 && !kTurned) {
     if (kind == LoraKind::kDeep) return RunKind<kX, kRank, kTurned, LoraKind::kDeep>(lora);
   }

@@ -65,11 +65,10 @@ __device__ void LoadWords(const char* from, bool there, uint32_t (&to)[kWords]) 
   }
 }
 
-// Rows of a run that a block multiplies at a time, as a lane has them: its two of each 16, or -1.
-template <int kTall>
+// Rows of a run that a block multiplies at a time, as a lane has them: its two of 16, or -1.
 struct LoraRun {
   int pair;
-  int64_t rows[kTall][2];
+  int64_t rows[2];
 };
 
 // 16 bytes of the result, which may be written later.
@@ -80,22 +79,18 @@ __device__ inline void LoadExisting(const char* from, bool there, uint32_t (&to)
 
 // What a kernel is made for.
 enum class LoraKind {
-  kShort,  // runs of few rows: 16 are multiplied together
-  kTall,   // of many: 32
-  kDeep    // few runs: a processor has one block, of which more steps are under way
+  kShort,  // a processor has two blocks
+  kDeep    // few pairs: it has one, of which more steps are under way
 };
-constexpr int Tiles(LoraKind kind) { return kind == LoraKind::kTall ? 2 : 1; }
 
 // Steps of which a warp has the operands: of x and a, and of b.
 constexpr int StepsOfA(int rank, LoraKind kind) {
   if (kind == LoraKind::kDeep) return rank <= 16 ? 8 : rank == 32 ? 5 : 3;
-  const int tall = rank * Tiles(kind);
-  return tall <= 16 ? 3 : tall <= 32 ? 2 : 1;
+  return rank <= 16 ? 3 : rank == 32 ? 2 : 1;
 }
 constexpr int StepsOfB(int rank, LoraKind kind) {
   if (kind == LoraKind::kDeep) return rank <= 16 ? 6 : rank == 32 ? 4 : 3;
-  const int tall = rank * Tiles(kind);
-  return tall <= 8 ? 3 : tall <= 16 ? 2 : 1;
+  return rank == 8 ? 3 : rank == 16 ? 2 : 1;
 }
 
 // A warp's step of a factor whose lines are of k, or of n: (rank, length).
@@ -140,29 +135,26 @@ struct LoraShort {
 // x @ a^T of a run: the sums over the k of this warp. With kTurned a is (k, rank), and no ^T.
 template <DType kX, int kRank, bool kTurned, LoraKind kKind>
 struct LoraDown {
-  static constexpr int kTiles = kRank / 8, kTall = Tiles(kKind), kAhead = StepsOfA(kRank, kKind);
+  static constexpr int kTiles = kRank / 8, kAhead = StepsOfA(kRank, kKind);
   using Factor = std::conditional_t<kTurned, LoraShort<kRank>, LoraLong<kRank>>;
 
   const char* a;
-  const char* x[kTall][2];  // null without a row
+  const char* x[2];  // null without a row
   int k, steps, warp, lane;
   Factor of_a[kAhead];
-  uint32_t of_x[kAhead][kTall][2][4];
-  float sums[kTall][kTiles][4] = {};
+  uint32_t of_x[kAhead][2][4];
+  float sums[kTiles][4] = {};
 
-  __device__ LoraDown(const Lora& lora, const LoraRun<kTall>& run, int warp, int lane)
+  __device__ LoraDown(const Lora& lora, const LoraRun& run, int warp, int lane)
       : a(Factor::Begin(lora.a, run.pair, lora.k, lane)),
         k(lora.k),
         steps((lora.k + kLoraStep - 1) / kLoraStep),
         warp(warp),
         lane(lane) {
 #pragma unroll
-    for (int t = 0; t < kTall; ++t) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t row = run.rows[t][i];
-        x[t][i] = row < 0 ? nullptr : lora.x + (row * k + lane % 4 * 8) * 2;
-      }
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = run.rows[i];
+      x[i] = row < 0 ? nullptr : lora.x + (row * k + lane % 4 * 8) * 2;
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
@@ -173,20 +165,19 @@ struct LoraDown {
     const int first = step * kLoraStep;
     of_a[i].Load(a, first, k, lane);
 #pragma unroll
-    for (int t = 0; t < kTall; ++t) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const bool there = x[t][row] != nullptr && first + lane % 4 * 8 < k;
-        LoadWords(x[t][row] + first * int64_t{2}, there, of_x[i][t][row]);
-      }
+    for (int row = 0; row < 2; ++row) {
+      const bool there = x[row] != nullptr && first + lane % 4 * 8 < k;
+      LoadWords(x[row] + first * int64_t{2}, there, of_x[i][row]);
     }
   }
 
   __device__ void Multiply(int i) {
     const auto& words = of_a[i].words;
+    const auto& x = of_x[i];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int low = 2 * half, high = low + 1;
+      const uint32_t rows[4] = {x[0][low], x[1][low], x[0][high], x[1][high]};
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         uint32_t lines[2];
@@ -195,12 +186,7 @@ struct LoraDown {
         } else {
           lines[0] = words[tile][low], lines[1] = words[tile][high];
         }
-#pragma unroll
-        for (int t = 0; t < kTall; ++t) {
-          const auto& x = of_x[i][t];
-          const uint32_t rows[4] = {x[0][low], x[1][low], x[0][high], x[1][high]};
-          MultiplyWarp<kX>(rows, lines[0], lines[1], sums[t][tile]);
-        }
+        MultiplyWarp<kX>(rows, lines[0], lines[1], sums[tile]);
       }
     }
   }
@@ -228,27 +214,26 @@ struct LoraDown {
 // existing + h @ b^T of a run: the columns of this warp. With kTurned b is (rank, n), and no ^T.
 template <DType kX, int kRank, bool kTurned, LoraKind kKind>
 struct LoraUp {
-  static constexpr int kWords = kRank / 8, kTall = Tiles(kKind), kAhead = StepsOfB(kRank, kKind);
+  static constexpr int kWords = kRank / 8, kAhead = StepsOfB(kRank, kKind);
   using Factor = std::conditional_t<kTurned, LoraLong<kRank>, LoraShort<kRank>>;
 
   const char* b;
   const char* existing;
   char* out;
-  int64_t row[kTall][2];
+  int64_t row[2];
   int n, steps, warp, lane;
   Factor of_b[kAhead];
-  uint32_t of_existing[kAhead][kTall][2][4];
+  uint32_t of_existing[kAhead][2][4];
 
-  __device__ LoraUp(const Lora& lora, const LoraRun<kTall>& run, int warp, int lane)
+  __device__ LoraUp(const Lora& lora, const LoraRun& run, int warp, int lane)
       : b(Factor::Begin(lora.b, run.pair, lora.n, lane)),
         existing(lora.existing),
         out(lora.out),
+        row{run.rows[0], run.rows[1]},
         n(lora.n),
         steps((lora.n + kLoraStep - 1) / kLoraStep),
         warp(warp),
         lane(lane) {
-#pragma unroll
-    for (int t = 0; t < kTall; ++t) row[t][0] = run.rows[t][0], row[t][1] = run.rows[t][1];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) Load(i, warp + i * kLoraWarps);
   }
@@ -261,12 +246,9 @@ struct LoraUp {
   __device__ void Load(int i, int step) {
     of_b[i].Load(b, step * kLoraStep, n, lane);
 #pragma unroll
-    for (int t = 0; t < kTall; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const bool there = existing != nullptr && row[t][r] >= 0 && FirstColumn(step) < n;
-        LoadExisting(existing + (there ? Place(row[t][r], step) : 0), there, of_existing[i][t][r]);
-      }
+    for (int r = 0; r < 2; ++r) {
+      const bool there = existing != nullptr && row[r] >= 0 && FirstColumn(step) < n;
+      LoadExisting(existing + (there ? Place(row[r], step) : 0), there, of_existing[i][r]);
     }
   }
 
@@ -284,40 +266,37 @@ struct LoraUp {
     }
   }
 
-  using OfH = uint32_t[kTall][2][kWords];  // the lane's words of its rows of h
+  using OfH = uint32_t[2][kWords];  // the lane's words of its rows of h
 
   __device__ void Store(int i, int step, const OfH& h) {
+    float sums[4][4];
 #pragma unroll
-    for (int t = 0; t < kTall; ++t) {
-      float sums[4][4];
-#pragma unroll
-      for (int tile = 0; tile < 4; ++tile) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          sums[tile][2 * r] = Half<kX>(of_existing[i][t][r][tile], 0);
-          sums[tile][2 * r + 1] = Half<kX>(of_existing[i][t][r][tile], 1);
-        }
-        if constexpr (kWords == 1) {
-          const uint32_t rows[4] = {h[t][0][0], h[t][1][0], 0, 0};
-          MultiplyWarp<kX>(rows, Word(i, tile, 0), 0, sums[tile]);
-        } else {
-#pragma unroll
-          for (int w = 0; w < kWords; w += 2) {
-            const uint32_t rows[4] = {h[t][0][w], h[t][1][w], h[t][0][w + 1], h[t][1][w + 1]};
-            MultiplyWarp<kX>(rows, Word(i, tile, w), Word(i, tile, w + 1), sums[tile]);
-          }
-        }
-      }
-      if (FirstColumn(step) >= n) continue;
+    for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (row[t][r] < 0) continue;
-        *reinterpret_cast<uint4*>(out + Place(row[t][r], step)) =
-            make_uint4(Round2<kX>(sums[0][2 * r], sums[0][2 * r + 1]),
-                       Round2<kX>(sums[1][2 * r], sums[1][2 * r + 1]),
-                       Round2<kX>(sums[2][2 * r], sums[2][2 * r + 1]),
-                       Round2<kX>(sums[3][2 * r], sums[3][2 * r + 1]));
+        sums[tile][2 * r] = Half<kX>(of_existing[i][r][tile], 0);
+        sums[tile][2 * r + 1] = Half<kX>(of_existing[i][r][tile], 1);
       }
+      if constexpr (kWords == 1) {
+        const uint32_t rows[4] = {h[0][0], h[1][0], 0, 0};
+        MultiplyWarp<kX>(rows, Word(i, tile, 0), 0, sums[tile]);
+      } else {
+#pragma unroll
+        for (int w = 0; w < kWords; w += 2) {
+          const uint32_t rows[4] = {h[0][w], h[1][w], h[0][w + 1], h[1][w + 1]};
+          MultiplyWarp<kX>(rows, Word(i, tile, w), Word(i, tile, w + 1), sums[tile]);
+        }
+      }
+    }
+    if (FirstColumn(step) >= n) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row[r] < 0) continue;
+      *reinterpret_cast<uint4*>(out + Place(row[r], step)) =
+          make_uint4(Round2<kX>(sums[0][2 * r], sums[0][2 * r + 1]),
+                     Round2<kX>(sums[1][2 * r], sums[1][2 * r + 1]),
+                     Round2<kX>(sums[2][2 * r], sums[2][2 * r + 1]),
+                     Round2<kX>(sums[3][2 * r], sums[3][2 * r + 1]));
     }
   }
 
@@ -358,28 +337,25 @@ __device__ inline void StoreNothing(const Lora& lora, const int64_t* rows, int c
 // A run of a block: rows of one pair, whose products and results are its own.
 template <DType kX, int kRank, bool kTurned, LoraKind kKind>
 __device__ void MultiplyRun(const Lora& lora, int pair, const int64_t* rows, int count,
-                            float (&partial)[kLoraWarps][kLoraRows * Tiles(kKind)][kRank],
-                            uint32_t (&h)[kLoraRows * Tiles(kKind)][kRank / 2 + 4]) {
-  constexpr int kTall = Tiles(kKind);
+                            float (&partial)[kLoraWarps][kLoraRows][kRank],
+                            uint32_t (&h)[kLoraRows][kRank / 2 + 4]) {
   using Down = LoraDown<kX, kRank, kTurned, kKind>;
   using Up = LoraUp<kX, kRank, kTurned, kKind>;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4;
-  LoraRun<kTall> run{pair, {}};
+  LoraRun run{pair, {}};
 #pragma unroll
-  for (int i = 0; i < 2 * kTall; ++i) {
-    run.rows[i / 2][i % 2] = g + 8 * i < count ? rows[g + 8 * i] : -1;
-  }
+  for (int i = 0; i < 2; ++i) run.rows[i] = g + 8 * i < count ? rows[g + 8 * i] : -1;
   Down down(lora, run, warp, lane);
   down.Run();
   Up up(lora, run, warp, lane);
 #pragma unroll
   for (int tile = 0; tile < kRank / 8; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 2 * kTall; ++i) {
+    for (int i = 0; i < 2; ++i) {
       if (8 * i >= count) break;
       float* const to = &partial[warp][g + 8 * i][Down::Column(tile, lane)];
-      to[0] = down.sums[i / 2][tile][i % 2 * 2];
-      to[1] = down.sums[i / 2][tile][i % 2 * 2 + 1];
+      to[0] = down.sums[tile][2 * i];
+      to[1] = down.sums[tile][2 * i + 1];
     }
   }
   __syncthreads();
@@ -402,10 +378,10 @@ __device__ void MultiplyRun(const Lora& lora, int pair, const int64_t* rows, int
   __syncthreads();
   typename Up::OfH of_lane;
 #pragma unroll
-  for (int i = 0; i < 2 * kTall; ++i) {
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int w = 0; w < kRank / 8; ++w) {
-      of_lane[i / 2][i % 2][w] = g + 8 * i < count ? h[g + 8 * i][Up::WordOfH(w, lane)] : 0;
+      of_lane[i][w] = g + 8 * i < count ? h[g + 8 * i][Up::WordOfH(w, lane)] : 0;
     }
   }
   up.Run(of_lane);
@@ -415,11 +391,10 @@ template <DType kX, int kRank, bool kTurned, LoraKind kKind>
 __global__ void __launch_bounds__(kLoraThreads, kKind == LoraKind::kDeep ? 1 : 2)
     LoraSm80Kernel(const __grid_constant__ Lora lora) {
   constexpr int kAround = kLoraRows + kLoraMostSpan + 2 * kLoraRows;  // rows that a block looks at
-  constexpr int kTogether = kLoraRows * Tiles(kKind);
   __shared__ int pairs[kAround];
   __shared__ int64_t rows[kAround];
-  __shared__ float partial[kLoraWarps][kTogether][kRank];
-  __shared__ uint32_t h[kTogether][kRank / 2 + 4];
+  __shared__ float partial[kLoraWarps][kLoraRows][kRank];
+  __shared__ uint32_t h[kLoraRows][kRank / 2 + 4];
   const int first = static_cast<int>(blockIdx.x) * lora.span;
   const int last = min(first + lora.span, lora.rows);
   // From 16 before the first to the last that may be of the last run.
@@ -449,9 +424,9 @@ __global__ void __launch_bounds__(kLoraThreads, kKind == LoraKind::kDeep ? 1 : 2
       continue;
     }
 #pragma unroll 1
-    for (int done = 0; done < count; done += kTogether) {
+    for (int done = 0; done < count; done += kLoraRows) {
       MultiplyRun<kX, kRank, kTurned, kKind>(lora, pair, rows + place + done,
-                                             min(count - done, kTogether), partial, h);
+                                             min(count - done, kLoraRows), partial, h);
     }
   }
 }
