@@ -149,7 +149,8 @@ def measure_layer(shape: Shape, args) -> list[dict]:
             x, index, weight, dy = made(n, of_tokens)
             given[n] = (x, *every[n], index, weight, dy)
             rows[n] = fullest(index, shape.experts, n) if routing == "hot" else None
-        for precision, (direction, back) in itertools.product(args.precisions, DIRECTIONS.items()):
+        for precision, direction in itertools.product(args.precisions, DIRECTIONS):
+            back = DIRECTIONS[direction]
             ways: list[tuple[int, Transport | None]] = [
                 (n, way) for n in args.devices for way in (TRANSPORTS if n > 1 else (None,))
             ]

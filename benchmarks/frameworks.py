@@ -104,13 +104,12 @@ def settings(model: str, arm: str, tiny: bool, attention: str) -> list[str]:
 
 def maxtext(model: str, arm: str, tiny: bool, attention: str) -> dict:
     """A run of MaxText's own training."""
-    import maxtext as package
-    from maxtext.trainers.pre_train import train
-
+    package = importlib.import_module("maxtext")
+    train = importlib.import_module("maxtext.trainers.pre_train.train")
     import jax_groupgemm as jgg
     from jax_groupgemm.integrations import maxtext as hook
 
-    config = Path(package.__file__).parent / "configs/base.yml"
+    config = Path(str(package.__file__)).parent / "configs/base.yml"
     arguments = [str(config), *settings(model, arm, tiny, attention)]
     with running(), tempfile.TemporaryDirectory() as folder:
         arguments += [f"base_output_directory={folder}", f"metrics_file={folder}/m.jsonl"]
@@ -279,7 +278,8 @@ def main(argv=None) -> int:
     if args.one:
         os.environ["JGG_FRAMEWORKS_TURN"] += args.turn
         with jax.numpy_dtype_promotion("standard"):
-            print("RESULT", json.dumps(one(*args.one, args.tiny, attention)), flush=True)
+            case, model, arm = args.one
+            print("RESULT", json.dumps(one(case, model, arm, args.tiny, attention)), flush=True)
         return 0
     there = lambda library: importlib.util.find_spec(library.split("_")[0]) is not None
     words = [word.lower() for word in args.only]

@@ -8,6 +8,7 @@ are float32, products bfloat16, and AdamW is optax's.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -232,7 +233,7 @@ def equinox(size: Size, experts: Experts = with_ragged_dot, linear: Any = None):
 
 def haliax(size: Size):
     """Equinox' model with three ``haliax.nn.MoELinear`` in its mixture, as Levanter's Mixtral."""
-    import haliax as hax
+    hax: Any = importlib.import_module("haliax")
 
     axes = lambda *of: [hax.Axis(*pair) for pair in of]
 

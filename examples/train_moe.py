@@ -121,13 +121,12 @@ class Block(nnx.Module):
         return x + y.reshape(x.shape), report.balance_loss
 
 
-class Embed(nnx.Embed):
-    """Looks rows up by a product with ones and zeros. The gradient of a lookup adds rows of tokens
-    at random places; there are few bytes, so on a GPU most of these additions wait for another."""
-
-    def __call__(self, inputs):
-        rows = jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.dtype)
-        return jnp.matmul(rows, self.embedding[...].astype(self.dtype), precision="highest")
+def looked_up(embed: nnx.Embed, inputs):
+    """``embed(inputs)`` by a product with ones and zeros. The gradient of a lookup adds rows of
+    tokens at random places; there are few bytes, so on a GPU most of these additions wait for
+    another."""
+    rows = jax.nn.one_hot(inputs, embed.num_embeddings, dtype=embed.dtype)
+    return jnp.matmul(rows, embed.embedding[...].astype(embed.dtype), precision="highest")
 
 
 class LanguageModel(nnx.Module):
@@ -135,13 +134,13 @@ class LanguageModel(nnx.Module):
     are states of delayed scaling, as :meth:`Trainer.new_scales` makes them."""
 
     def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
-        self.embed = Embed(texts.VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
+        self.embed = nnx.Embed(texts.VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, layer_fn, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, texts.VOCABULARY, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens, key=None, scales=None):
-        x = self.embed(tokens)
+        x = looked_up(self.embed, tokens)
         balances = []
         for i, block in enumerate(self.blocks):
             own = jax.tree.map(lambda a, i=i: a[i], scales)
