@@ -208,7 +208,7 @@ def measure(cases, tiny: bool, attention: str, limit: float) -> Iterator[dict]:
 
 
 def outcome(out: str, error: str) -> dict:
-    """Of a process that has ended, from what it wrote."""
+    """The record of a process that has ended, from its output."""
     found = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
     if found:
         return json.loads(found[0])

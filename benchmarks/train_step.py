@@ -69,7 +69,7 @@ def dense_rate(n: int) -> float:
 
 
 def flops(size: dict, tokens: int) -> float:
-    """Of the experts' products, forward and backward."""
+    """Operations of the experts' products, forward and backward."""
     one = 3 * 2 * size["width"] * size["expert_width"]
     return 3 * size["layers"] * tokens * size["top_k"] * one
 

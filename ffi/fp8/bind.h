@@ -33,7 +33,7 @@ inline xla::ffi::Error CheckScales(const char* op, const char* name, const char*
   return CheckShape(op, name, letters, scales, shape);
 }
 
-// Of a fast kernel, whose result is bfloat16 or float32.
+// Fast kernels have results in bfloat16 or float32.
 inline xla::ffi::Error CheckFastOut(const char* op, DType dtype) {
   if (dtype != DType::kF16) return xla::ffi::Error::Success();
   return InvalidArgument(op, "there is no fast kernel of float16 results");

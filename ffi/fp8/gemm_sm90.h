@@ -59,8 +59,8 @@ struct Fp8GemmSm90 {
 cudaError_t LaunchFp8GemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands,
                               bool rows_first);
 
-// Of fast ones, which have columns first: with rows first they are no faster. Results are bfloat16
-// or float32.
+// Fast kernels have columns first: with rows first they are no faster. Results are bfloat16 or
+// float32.
 cudaError_t LaunchFp8FastGemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
                                   const OperandsSm90& operands);
 

@@ -50,7 +50,7 @@ def _wants(dtype: str, operands) -> list[list[Want]]:
         if not (0 <= i < a.shape[0] and 0 <= e < a.shape[1]):
             continue
         h = oracle.Sums.of(a[i, e], x[t])
-        # What is between the products is rounded.
+        # h is rounded between the products.
         far = 1.02 * oracle.ROUNDING[dtype] * np.abs(h.value) + 2e-5 * h.size
         value[t] += b[i, e] @ h.value
         allowed[t] = np.abs(b[i, e]) @ (far + 2e-5 * np.abs(h.value))

@@ -35,8 +35,8 @@ def quantized_activation(h, group_sizes, activation: str, *, ages=None, history:
 
 def quantized_backward(h, d, row_scale, group_sizes, activation: str, element: str, *, seed=None,
                        ages=(None, None), history: int = 1):  # fmt: skip
-    """What :func:`scaled_activation_backward` gives, each with its own scale, or that of a state's
-    ``ages``: of dh and of the activation. With a ``seed`` dh is rounded at random.
+    """The results of :func:`scaled_activation_backward`, each with its own scale, or that of a
+    state's ``ages``: dh's and the activation's. With a ``seed`` dh is rounded at random.
 
     Returns:
       ``row_scale * dh`` in ``element``; the same along grouped rows; ``row_scale * activation(h)``

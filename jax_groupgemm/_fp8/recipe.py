@@ -100,7 +100,7 @@ class FP8Recipe:
 
 
 def accumulates(recipe: FP8Recipe) -> tuple[Accumulate, ...]:
-    """Of the result, dx and dw."""
+    """The words of the result, dx and dw."""
     of: Any = recipe.accumulate
     return tuple(of) if isinstance(of, tuple | list) else (of,) * 3
 

@@ -149,7 +149,7 @@ def _joined(adapter, expert, adapters: int, experts: int):
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static of a call.
+    """The static part of a call.
 
     Attributes:
       product: transposes, precision and kernel; it has no rows.

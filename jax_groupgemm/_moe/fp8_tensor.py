@@ -112,8 +112,8 @@ class States(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """What stands for the activation, and for dh, in passes of kernels: codes by rows; dh's along
-    rows; and what states see of what up multiplies, or of dh, and of what down does, or of ct."""
+    """Codes in place of the activation, and of dh, in passes of kernels: by rows, and dh's along
+    rows, too; and what states see of both products' operands, or of dh and ct."""
 
     by_rows: Quantized
     along_rows: Quantized | None

@@ -109,7 +109,7 @@ class Products(abc.ABC):
     def down(self, a, down: Linear, routing: Routing, key) -> jax.Array: ...
 
     def seen_forward(self, rows, a, weights: Weights, routing: Routing) -> Any:
-        """What states learn of what both products multiply; None where there are none."""
+        """The states' news of both products' operands; None where there are no states."""
         del rows, a, weights, routing
 
 
@@ -163,7 +163,7 @@ class ProductsWithBackward(Products):
         cotangent of what it gives; otherwise tokens are the cotangents of what it gives."""
 
     def seen_backward(self, ct, dh, weights: Weights, routing: Routing) -> Any:
-        """What states learn of the cotangents of what both products give; or None."""
+        """The states' news of the cotangents of both products; or None."""
         del ct, dh, weights, routing
 
     def state_cotangents(self, forward, backward) -> tuple[Any, Any]:

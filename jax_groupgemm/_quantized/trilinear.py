@@ -112,7 +112,7 @@ class Products(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
     def state_cotangent(self, x, dy) -> Any:
-        """What a state learns of both."""
+        """The news of both for a state."""
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
     def sums(self, a, b, group_sizes, groups: int, dtype) -> jax.Array:

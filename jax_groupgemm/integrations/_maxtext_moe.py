@@ -92,8 +92,8 @@ def refuse(self: Any, kernels: list, biases: list, tokens: tuple[int, ...]) -> N
 
 
 def token_spec(self: Any, shape: tuple[int, ...]) -> P:
-    """Of (batch, sequence, ...): as MaxText divides them, and the batch whole where it does not
-    divide it."""
+    """The spec of (batch, sequence, ...): as MaxText divides them, but the batch is whole where
+    devices do not divide it."""
     batch, length = self._logical_to_mesh_axes(("activation_batch", "activation_norm_length"))
     named = (batch,) if isinstance(batch, str) else batch or ()
     devices = 1

@@ -86,7 +86,7 @@ def gradients(layer, args):
 
 @pytest.mark.parametrize("devices", [(1, 1), (2, 2)], ids=str)
 def test_values_and_gradients(devices):
-    """Of whole experts, and of those that are divided, with tokens on all devices."""
+    """Whole experts, and divided ones, with tokens on all devices."""
     needs(devices[0] * devices[1])
     routed = Routed(devices)
     got = gradients(lambda *args: ours(routed, *args)[0], operands())

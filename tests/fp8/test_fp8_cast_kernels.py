@@ -40,7 +40,7 @@ def kernels():
 
 
 def most(memory, want):
-    """What thread blocks found, as numbers."""
+    """The numbers that thread blocks found."""
     found = memory[: memory.size // 8 * 8].view(np.uint32)
     found = found.reshape(len(want), -1, 2).max(1)
     np.testing.assert_array_equal(found, np.asarray(want))

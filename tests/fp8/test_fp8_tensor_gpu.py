@@ -148,8 +148,8 @@ def test_grouped_wgrad(sizes, n, k, existing, element):
 
 @pytest.mark.parametrize("k", [256, 2048, 8192])
 def test_fast_sums_are_those_of_the_model(k):
-    """Of numbers of one sign, which feel what is cut off: no further from float64 than twice what
-    the model says; and exact ones are nearer at length."""
+    """Sums of numbers of one sign, which feel what is cut off, are no further from float64 than
+    twice what the model says; and exact ones are nearer at length."""
     rng = np.random.default_rng(5)
     draw = lambda *shape: np.abs(rng.normal(size=shape)).astype("float32")
     x, w = (

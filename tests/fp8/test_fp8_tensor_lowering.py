@@ -1,5 +1,5 @@
-"""What FP8 with one scale for a tensor is lowered to for CUDA: casts, products, the layer. The
-machine seems to have one Hopper GPU."""
+"""FP8 with one scale for a tensor, lowered for CUDA: casts, products, the layer. The machine seems
+to have one Hopper GPU."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def cuda_text(function, *args) -> str:
 
 
 def calls(text: str) -> list[tuple[str, list[str], list[str], str]]:
-    """Of each call its target, the types of operands and results, and attributes."""
+    """Each call's target, the types of operands and results, and attributes."""
     found = []
     for line in text.splitlines():
         if name := re.search(r"custom_call @jgg_(\w*)\(", line):
@@ -191,7 +191,7 @@ def test_layer(name, transpose_w):
     assert count["fp8_grouped_mm"] == 4
     assert count["fp8_grouped_wgrad"] == 2
     assert not {name for name in count if "quantize" in name or name in ("mm", "wgrad")}
-    # Of F columns only the cotangent of the activation is stored.
+    # Only the cotangent of the activation is stored with F columns.
     results = [of for _, _, results, _ in found for of in results]
     assert results.count(f"{tokens * k}x{f}xbf16") == 1
     dispatched = [of for name, _, results, _ in found if name == "moe_dispatch" for of in results]

@@ -77,7 +77,7 @@ __device__ inline void LoadExisting(const char* from, bool there, uint32_t (&to)
   to[0] = line.x, to[1] = line.y, to[2] = line.z, to[3] = line.w;
 }
 
-// What a kernel is made for.
+// Two shapes of the kernel.
 enum class LoraKind {
   kShort,  // a processor has two blocks
   kDeep    // few pairs: it has one, of which more steps are under way

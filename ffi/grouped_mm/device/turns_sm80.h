@@ -11,11 +11,11 @@ struct TurnSm80 {
   static constexpr int kColumns = kKMajor ? 16 : 32;
   static constexpr int kPieces = kColumns / 8;  // of 8 columns
 
-  // Of column mn of the tile: whether it is a value, and which column of its half.
+  // Whether column mn of the tile is a value, and which column of its half it is.
   static constexpr bool IsValue(int mn) { return (mn & kColumns) != 0; }
   static constexpr int Column(int mn) { return mn / (2 * kColumns) * kColumns + mn % kColumns; }
 
-  // Of 8 columns of a warp's results: which 8 of its 64 have their gates. Their values are kPieces
+  // Which 8 of a warp's 64 columns have the gates of so many 8 results. Their values are kPieces
   // behind.
   static constexpr int GatePiece(int piece) {
     return piece / kPieces * 2 * kPieces + piece % kPieces;

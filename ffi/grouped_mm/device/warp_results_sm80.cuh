@@ -63,7 +63,7 @@ class WarpResults {
     return (matrices ? tile.weight * gemm.out_group : 0) + tile.row0 * gemm.out_m + tile.n0;
   }
 
-  // Of 8 rows and 8 columns the two results that this thread packs: of row lane / 4.
+  // The two results of 8 rows and 8 columns that this thread packs: they are of row lane / 4.
   __device__ static uint32_t PairOf(const WarpSums& sums, int eight, int j) {
     if constexpr (Config::kTurned) {
       const float* two = sums[j / 2][eight] + j % 2 * 2;

@@ -26,7 +26,7 @@ class PackedFewRows {
   static_assert(kBits == 4);
 
  public:
-  // What decodes 16 columns.
+  // Scales of 16 columns.
   struct Scales {
     uint32_t words[Codes::kMostScaleWords][2];
   };

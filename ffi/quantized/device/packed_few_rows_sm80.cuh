@@ -24,7 +24,7 @@ struct PackedFewRowsConfig {
   using Ops = FewRowsOps<kEights>;
   static constexpr int kN = 64, kThreads = Ops::kThreads, kWarps = kThreads / 32;
   static constexpr int kBlocksPerSm = kBlocksPerSm_, kSlots = 3;
-  // Of a slot: rows of x of 128 bytes each, and scales.
+  // A slot has rows of x, of 128 bytes each, and scales.
   static constexpr int kRowBytes = 128 * kM;
   static constexpr int kScaleBytes = Weights::kTileScales * Weights::Codes::kMostScaleWords;
   static constexpr int kSlotBytes = kRowBytes + kScaleBytes;

@@ -85,8 +85,8 @@ PackedSm80 MakePacked(const GemmSm80& gemm, const PackedCodesSm90& packed, const
   made.global_scale = global_scale;
   made.row_piece = Config::kThreads / 8 * gemm.a_line * 2;
   made.row_slice = 2 * Config::kK - (Config::kRowPieces - 1) * made.row_piece;
-  // Of pieces that are kThreads apart in a stage. The second half of a gated tile's columns is
-  // n / 2 behind the first.
+  // Pieces are kThreads apart in a stage. The second half of a gated tile's columns is n / 2 behind
+  // the first.
   constexpr int half = Config::kN / 128;
   const auto at = [&](int piece) {
     const int64_t first = int64_t{piece} * Config::kThreads;
@@ -243,7 +243,7 @@ class PackedPipeline {
   static constexpr bool kByHalves = Codes::kMostScaleWords == 2;
   static constexpr int kScaleWords = Weights::kTileScales / 128;  // of two rows
   static_assert(Codes::kMostScaleWords <= 2);
-  // What a thread has of 64 k of 16 columns.
+  // A thread's part of 64 k of 16 columns.
   struct Words {
     uint32_t codes[kByHalves ? 2 : 4], scales[1][2];
   };
@@ -333,7 +333,7 @@ class PackedPipeline {
     uint32_t codes[4], scales[Codes::kMostScaleWords][2];
 #pragma unroll
     for (int j = 0; j < 4; ++j) codes[j] = words.codes[kByHalves ? j % 2 : j];
-    // What scales become anew for each step need not be kept for the next one.
+    // Scales are expanded anew for each step: the next one keeps none of it.
     Forget(words.scales[0][0]);
     Forget(words.scales[0][1]);
 #pragma unroll
@@ -353,13 +353,13 @@ class PackedPipeline {
     LoadMatricesAt(Flipped(slice + rows_, 32 * step) + i * Config::kRowsApart * 128, to);
   }
 
-  // Of a warp's atoms of 16 columns.
+  // The first of a warp's atoms of 16 columns.
   __device__ int FirstAtom() const {
     const int column = ThreadAnew() / 32 % Config::kWarpsN;
     return column * (IsGated(arguments_.gemm.epilogue.activation) ? 2 : 4);
   }
 
-  // What decodes 16 columns of a slice.
+  // Codes and scales of 16 columns of a slice.
   __device__ void LoadWords(Place slice, int i, Words& to, int half = 0) const {
     Place from = slice + codes_;
     if (i >= 2) from += arguments_.second_codes;
