@@ -66,7 +66,7 @@ def test_fused_is_composed(rng, transpose_w):
             jax.jit(functools.partial(run, products=products))
             for run in (experts._pass_forward, experts._pass_backward)
         )
-        out, h = forward(x, weights, routing, weight, None)
+        out, h, _ = forward(x, weights, routing, weight, None)
         return out, h, backward(x, weights, routing, ct, h, None, weight, None)
 
     (out, h, got), (want, want_h, grads) = both(kernels), both(composed)
