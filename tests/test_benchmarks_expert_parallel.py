@@ -66,6 +66,7 @@ def test_what_is_wrong_is_said(args, monkeypatch, capsys):
     assert expert_parallel.text(records).count("wrong") == 2
 
 
+@pytest.mark.weekly
 def test_layers_in_fp8(args):
     args.precisions = ["fp8"]
     shape = dataclasses.replace(cases.TINY, width=128, hidden=128)
