@@ -19,6 +19,12 @@ inline std::optional<DType> ToDType(xla::ffi::DataType type) {
   }
 }
 
+// An operand that a call may leave out: then it is empty.
+template <typename T>
+const T* DataOrNull(const xla::ffi::AnyBuffer& a) {
+  return a.element_count() == 0 ? nullptr : static_cast<const T*>(a.untyped_data());
+}
+
 // A buffer (..., planes, inner), seen as (..., inner); any other as it is.
 class PlanesBuffer {
  public:

@@ -67,4 +67,14 @@ inline xla::ffi::Error CheckPerGroup(const char* op, const char* name, const xla
   return CheckShape(op, name, "(G,)", a, {groups});
 }
 
+// Kernels copy 16 bytes at a time.
+inline xla::ffi::Error CheckAligned(const char* op, std::initializer_list<const void*> buffers) {
+  for (const void* data : buffers) {
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+      return Unimplemented(op, "a buffer is not aligned to 16 bytes");
+    }
+  }
+  return xla::ffi::Error::Success();
+}
+
 }  // namespace jgg

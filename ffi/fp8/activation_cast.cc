@@ -20,8 +20,7 @@ static ffi::Error BindCodes(const char* op, const char* name, const ffi::AnyBuff
   JGG_RETURN_IF_ERROR(CheckDtype(op, name, codes, type, known));
   JGG_RETURN_IF_ERROR(CheckShape(op, name, "(lines, elements)", codes, {lines, elements}));
   *to = codes.untyped_data();
-  if (reinterpret_cast<uintptr_t>(*to) % 16 == 0) return ffi::Error::Success();
-  return Unimplemented(op, "a buffer is not aligned to 16 bytes");
+  return CheckAligned(op, {*to});
 }
 
 // Scales, `count` of them, or none. *to is null then.

@@ -13,17 +13,6 @@ namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "fp8_cast";
 
-// An operand that may be left out: then it is empty.
-template <typename T>
-static const T* DataOrNull(const ffi::AnyBuffer& a) {
-  return a.element_count() == 0 ? nullptr : static_cast<const T*>(a.untyped_data());
-}
-
-static ffi::Error CheckAligned(const void* data) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 == 0) return ffi::Error::Success();
-  return Unimplemented(kOp, "a buffer is not aligned to 16 bytes");
-}
-
 static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& scales,
                                const ffi::AnyBuffer& sizes, const ffi::AnyBuffer& list,
                                const ffi::AnyBuffer& wanted, const Fp8CastAttrs& attrs,
@@ -36,7 +25,7 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
   args->rows = x.dimensions()[1];
   args->columns = x.dimensions()[2];
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->matrices, args->rows, args->columns}));
-  JGG_RETURN_IF_ERROR(CheckAligned(args->x));
+  JGG_RETURN_IF_ERROR(CheckAligned(kOp, {args->x}));
   const bool has_codes = attrs.along_columns || attrs.along_rows;
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", has_codes ? "(M,)" : "(0,)", scales,
@@ -84,7 +73,7 @@ static ffi::Error BindCodes(ffi::RemainingRets results, size_t at, int64_t lines
   JGG_RETURN_IF_ERROR(
       CheckShape(kOp, "codes", "(M, lines, elements)", codes, {args->matrices, lines, elements}));
   *to = codes.untyped_data();
-  return CheckAligned(*to);
+  return CheckAligned(kOp, {*to});
 }
 
 static ffi::Error BindResults(ffi::RemainingRets results, const Fp8CastAttrs& attrs,

@@ -34,11 +34,7 @@ static ffi::Error Fp8Dequantize(cudaStream_t stream, ffi::AnyBuffer codes, ffi::
   args.codes = codes.untyped_data();
   args.scales = static_cast<const float*>(scales.untyped_data());
   args.out = out->untyped_data();
-  for (const void* data : {args.codes, static_cast<const void*>(args.out)}) {
-    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
-      return Unimplemented(op, "a buffer is not aligned to 16 bytes");
-    }
-  }
+  JGG_RETURN_IF_ERROR(CheckAligned(op, {args.codes, args.out}));
   if (auto reason = rules::Fp8DequantizeProblem(m * r, c)) return Unimplemented(op, *reason);
   return FromCuda(op, LaunchFp8DequantizeSm80(stream, args));
 }

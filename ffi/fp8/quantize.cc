@@ -14,12 +14,6 @@ namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "fp8_quantize";
 
-// An operand that may be left out: then it is empty.
-template <typename T>
-static const T* DataOrNull(const ffi::AnyBuffer& a) {
-  return a.element_count() == 0 ? nullptr : static_cast<const T*>(a.untyped_data());
-}
-
 static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sizes,
                                const ffi::AnyBuffer& list, const Fp8QuantizeAttrs& attrs,
                                Fp8QuantizeSm80* args) {
@@ -31,9 +25,7 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
   args->rows = x.dimensions()[1];
   args->columns = x.dimensions()[2];
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->matrices, args->rows, args->columns}));
-  if (reinterpret_cast<uintptr_t>(args->x) % 16 != 0) {
-    return Unimplemented(kOp, "a buffer is not aligned to 16 bytes");
-  }
+  JGG_RETURN_IF_ERROR(CheckAligned(kOp, {args->x}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "sizes", "(G,)", sizes, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "list", "(R,)", list, {-1}));
@@ -79,10 +71,7 @@ static ffi::Error BindCodes(ffi::RemainingRets results, size_t at, int64_t lines
       {args->matrices, args->square ? (lines + 127) / 128 : lines, (along + 127) / 128}));
   to->codes = codes.untyped_data();
   to->scales = static_cast<float*>(scales.untyped_data());
-  if (reinterpret_cast<uintptr_t>(to->codes) % 16 != 0) {
-    return Unimplemented(kOp, "a buffer is not aligned to 16 bytes");
-  }
-  return ffi::Error::Success();
+  return CheckAligned(kOp, {to->codes});
 }
 
 static ffi::Error BindResults(ffi::RemainingRets results, const Fp8QuantizeAttrs& attrs,

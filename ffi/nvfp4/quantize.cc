@@ -11,12 +11,6 @@
 namespace jgg {
 namespace ffi = xla::ffi;
 
-// An optional operand: empty if the call leaves it out.
-template <typename T>
-static const T* DataOrNull(const ffi::AnyBuffer& a) {
-  return a.element_count() == 0 ? nullptr : static_cast<const T*>(a.untyped_data());
-}
-
 static ffi::Error BindX(const char* op, const ffi::AnyBuffer& x, Nvfp4QuantizeSm80* args) {
   const auto dtype = ToDType(x.element_type());
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
@@ -84,14 +78,7 @@ static ffi::Error BindResults(const char* op, const ffi::AnyBuffer& weight,
   args->scales = scales.untyped_data();
   args->global_scale = static_cast<float*>(global_scale.untyped_data());
   args->workspace = workspace.untyped_data();
-  for (const void* data :
-       {args->x, static_cast<const void*>(args->weight), static_cast<const void*>(args->scales),
-        static_cast<const void*>(args->workspace)}) {
-    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
-      return Unimplemented(op, "a buffer is not aligned to 16 bytes");
-    }
-  }
-  return ffi::Error::Success();
+  return CheckAligned(op, {args->x, args->weight, args->scales, args->workspace});
 }
 
 static ffi::Error Nvfp4Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer sizes,

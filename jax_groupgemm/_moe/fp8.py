@@ -159,10 +159,11 @@ class FP8(FP8Operations, ProductsWithBackward):
         return w if self.transpose_w else w.swapaxes(1, 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class FP8Kernels(FP8):
-    """The same passes of kernels. The activation is its codes, and forward by rows, backward along
-    rows; dh is the codes of both. Rows of no expert are left as they are: nobody reads them."""
+class CodesOfKernels:
+    """Passes of kernels. The activation is its codes, and forward by rows, backward along rows; dh
+    is the codes of both. Rows of no expert are left as they are: nobody reads them."""
+
+    dtype: Any
 
     def rows(self, x, routing):
         return x.astype(self.dtype)
@@ -170,6 +171,9 @@ class FP8Kernels(FP8):
     def forward_keys(self, key):
         return None, None
 
+
+@dataclasses.dataclass(frozen=True)
+class FP8Kernels(CodesOfKernels, FP8):
     def up(self, x, up, routing, key, keeps):
         h = self.down(dispatched_codes(fp8_quantize(x), routing), up, routing, key)
         return fp8_activation.quantized_activation(h, routing.group_sizes, self.activation), h

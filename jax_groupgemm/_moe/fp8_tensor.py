@@ -21,7 +21,7 @@ from .._fp8.recipe import accumulates
 from .._fp8.state import FP8State
 from .._quantized import trilinear
 from .._quantized.array import Quantized
-from .fp8 import FP8, OP, dispatched_codes, seed_of_key
+from .fp8 import FP8, OP, CodesOfKernels, dispatched_codes, seed_of_key
 from .products import Linear
 from .routing import Routing, tokens_of_rows
 
@@ -121,16 +121,7 @@ class Codes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8TensorKernels(FP8Tensor):
-    """The same passes of kernels. The activation is its codes, and forward by rows, backward along
-    rows; dh is the codes of both. Rows of no expert are left as they are: nobody reads them."""
-
-    def rows(self, x, routing):
-        return x.astype(self.dtype)
-
-    def forward_keys(self, key):
-        return None, None
-
+class FP8TensorKernels(CodesOfKernels, FP8Tensor):
     def up(self, x, up, routing, key, keeps):
         history = self.recipe.history
         codes, of_x = tensors.measured(x, ages=up.state.ages("up", "x"), history=history)

@@ -96,7 +96,7 @@ def test_gradients(rng):
 
 
 def test_gradients_of_bfloat16(rng):
-    """Of factors in float32, which are rounded to x's dtype."""
+    """Factors in float32 are rounded to x's dtype."""
     x, a, b = operands(rng)
     f = lambda x, a, b: jgg.lora_mm(x, a, b, ADAPTER, EXPERT).astype("float32").sum()
     wants = jax.grad(f, (0, 1, 2))(x, a, b)
@@ -209,8 +209,8 @@ def test_a_call_of_few_rows_is_one_kernel(hopper):
 
 
 def test_gradients_are_two_kernels_and_two_products(hopper):
-    """Of x one more call, of each factor a weight gradient; a scale that moves has the
-    composition's."""
+    """The gradient of x is one more call, that of each factor a weight gradient. A scale that moves
+    has the composition's."""
     del hopper
     x, a, b, i, e = half_operands(40)
     scale = jax.ShapeDtypeStruct((40,), "float32")

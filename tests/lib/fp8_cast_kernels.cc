@@ -130,7 +130,8 @@ void Backward(const Operands& o) {
   });
 }
 
-// What the kernels of an activation cast, eight columns after the other: (R, F), (R, 2F), (R, F).
+// Values before the cast, of each kernel of an activation, eight columns after the other: (R, F),
+// (R, 2F), (R, F).
 template <Activation kActivation>
 void Values(const Operands& o, uint16_t* activation, uint16_t* dh, uint16_t* scaled) {
   const auto* h = static_cast<const uint16_t*>(o.x);
