@@ -30,6 +30,15 @@ def grouped_products_saveable(prim: Any, *_: Any, **params: Any) -> bool:
 
     Returns:
       Whether its result is kept.
+
+    Examples:
+      >>> x, w, sizes = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.array([3, 1])
+      >>> layer = jax.checkpoint(
+      ...     lambda w: jnp.sin(jgg.grouped_mm(x, w, sizes)).sum(),
+      ...     policy=jgg.checkpoint_policies.grouped_products_saveable,
+      ... )
+      >>> jax.grad(layer)(w).shape
+      (2, 8, 8)
     """
     if prim.name == "name":  # of what hides its products
         return params["name"].startswith("jgg_")

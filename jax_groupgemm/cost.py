@@ -64,6 +64,12 @@ def of(function: Callable, *args, **kwargs) -> Cost:
 
     Raises:
       What ``function`` raises where it is traced with these arguments.
+
+    Examples:
+      >>> shape = jax.ShapeDtypeStruct
+      >>> x, w = shape((32, 64), jnp.bfloat16), shape((4, 64, 16), jnp.bfloat16)
+      >>> jgg.cost.of(jgg.grouped_mm, x, w, shape((4,), jnp.int32)).flops  # 2 * 32 * 64 * 16
+      65536
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)

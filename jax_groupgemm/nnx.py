@@ -81,6 +81,14 @@ class MoE(nnx.Module):
       up_bias: ``(E, 2F)`` or ``(E, F)``; None without ``use_bias``.
       down_bias: ``(E, D)``; None without ``use_bias``.
       bias: a :class:`BalanceBias` ``(E,)``; None without ``balance_bias``.
+
+    Examples:
+      >>> from flax import nnx
+      >>> from jax_groupgemm.nnx import MoE
+      >>> layer = MoE(16, 8, num_experts=4, top_k=2, rngs=nnx.Rngs(0))
+      >>> y, report = layer(jnp.ones((6, 16)))
+      >>> y.shape, int(report.load.sum())
+      ((6, 16), 12)
     """
 
     def __init__(

@@ -43,6 +43,11 @@ class Choice(NamedTuple):
       expert: int32 ``(..., k)``, the best one first; -1 where the token does not exist.
       weight: ``(..., k)``, what each expert's result counts; 0 where the token does not exist.
       probabilities: ``(..., E)``, scores of all experts, which add up to 1.
+
+    Examples:
+      >>> choice = jgg.router.choose(jnp.array([[0.0, 2.0, 1.0]]), top_k=2)
+      >>> choice.expert.tolist(), choice.probabilities.shape
+      ([[1, 2]], (1, 3))
     """
 
     expert: jax.Array
@@ -57,6 +62,11 @@ class Report(NamedTuple):
       balance_loss: :func:`balance_loss`, a scalar.
       z_loss: :func:`z_loss`, a scalar.
       load: int32 ``(E,)``, :func:`load`.
+
+    Examples:
+      >>> logits = jnp.zeros((4, 3))
+      >>> jgg.router.report(logits, jgg.router.choose(logits, top_k=1)).load.tolist()
+      [4, 0, 0]
     """
 
     balance_loss: jax.Array
@@ -118,6 +128,12 @@ def choose(
         finite number.
 
     Groups and biases follow DeepSeek-V3, arXiv 2412.19437.
+
+    Examples:
+      >>> logits = jnp.log(jnp.array([[1.0, 6.0, 2.0, 1.0]]))
+      >>> expert, weight, _ = jgg.router.choose(logits, top_k=2)
+      >>> expert.tolist(), np.asarray(weight).round(2).tolist()
+      ([[1, 2]], [[0.75, 0.25]])
     """
     op = "router.choose"
     logits = _existing(op, _logits(op, logits), where)
@@ -168,6 +184,12 @@ def choose_for(
     Raises:
       ValueError: shapes do not fit, or as in :func:`choose`.
       TypeError: x, w or a bias hold no floats, or as in :func:`choose`.
+
+    Examples:
+      >>> x, w = jnp.ones((5, 8)), jax.random.normal(jax.random.key(0), (8, 4))
+      >>> choice, logits = jgg.router.choose_for(x, w, top_k=2)
+      >>> choice.expert.shape, logits.shape
+      ((5, 2), (5, 4))
     """
     op = "router.choose_for"
     check.flag(op, "transpose_w", transpose_w)
@@ -209,6 +231,10 @@ def load(expert: Integers, num_experts: int) -> jax.Array:
     Raises:
       ValueError: ``num_experts`` is negative.
       TypeError: ``expert`` are not integers.
+
+    Examples:
+      >>> jgg.router.load(jnp.array([[1, 0], [1, 2]]), 4).tolist()
+      [1, 2, 1, 0]
     """
     op = "router.load"
     expert = check.integers(op, "expert", expert)
@@ -241,6 +267,11 @@ def balance_loss(
 
     As in Switch Transformers, arXiv 2101.03961, for k experts of a token. For DeepSeek-V3's loss of
     each sequence, ``jax.vmap`` it over sequences.
+
+    Examples:
+      >>> load = jnp.array([4, 0])  # the first expert has all tokens
+      >>> float(jgg.router.balance_loss(jnp.array([[1.0, 0.0]] * 4), load))
+      2.0
     """
     op = "router.balance_loss"
     probabilities = _existing(op, _wide(_logits(op, probabilities, "probabilities")), where)
@@ -269,6 +300,10 @@ def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
       TypeError: logits are no floats, or ``where`` is not bool.
 
     As in ST-MoE, arXiv 2202.08906.
+
+    Examples:
+      >>> float(jgg.router.z_loss(jnp.array([[0.0, -jnp.inf], [2.0, -jnp.inf]])))
+      2.0
     """
     op = "router.z_loss"
     logits = _existing(op, _wide(_logits(op, logits)), where)
@@ -289,6 +324,12 @@ def report(logits: ArrayLike, choice: Choice, *, where: ArrayLike | None = None)
 
     Raises:
       ValueError, TypeError: as in :func:`balance_loss`, :func:`z_loss` and :func:`load`.
+
+    Examples:
+      >>> logits = jax.random.normal(jax.random.key(0), (6, 4))
+      >>> report = jgg.router.report(logits, jgg.router.choose(logits, top_k=2))
+      >>> report.balance_loss.shape, int(report.load.sum())
+      ((), 12)
     """
     counts = load(choice.expert, choice.probabilities.shape[-1])
     return Report(
@@ -315,6 +356,10 @@ def shifted_bias(bias: ArrayLike, load: ArrayLike, *, rate: float = 1e-3) -> jax
       TypeError: bias are no floats.
 
     As in Loss-Free Balancing, arXiv 2408.15664.
+
+    Examples:
+      >>> jgg.router.shifted_bias(jnp.zeros(3), jnp.array([5, 3, 1]), rate=0.5).tolist()
+      [-0.5, 0.0, 0.5]
     """
     op = "router.shifted_bias"
     bias = check.array(op, "bias", bias)

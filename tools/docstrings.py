@@ -14,7 +14,7 @@ _RULE = re.compile(r"=+(?: +=+)+\s*$")
 
 # Names of public modules, as their docstrings have them.
 _MODULES = {
-    "checkpoints": ("open", "linear", "experts", "act_order"),
+    "checkpoints": ("open", "linear", "experts", "act_order", "read_json"),
     "cost": ("of", "Cost"),
     "nnx": ("BalanceBias", "MoE"),
     "router": (
@@ -22,6 +22,7 @@ _MODULES = {
         "Report",
         "balance_loss",
         "choose",
+        "choose_for",
         "load",
         "report",
         "shifted_bias",

@@ -32,6 +32,11 @@ class Cost:
         once. Read are the rows that meet a matrix, the matrices that meet a row, metadata, bias,
         scales and an existing result; written is all of the result, its zeros too. Per conversion,
         all of its operands and results, once.
+
+    Examples:
+      >>> cost = jgg.cost.grouped_mm(jnp.ones((4, 8)), jnp.ones((2, 8, 4)), jnp.array([3, 1]))
+      >>> cost.flops
+      256
     """
 
     flops: int = 0

@@ -93,6 +93,12 @@ def fp8_grouped_linear(
     Errors relative to the exact products, for normal numbers (Frobenius, measured): 0.036 to 0.037
     for the result, dx and dw. For dx and dw 0.045 with a key, 0.058 with e5m2, and 0.071 to 0.077
     with both.
+
+    Examples:
+      >>> x, w, sizes = jnp.ones((5, 128)), jnp.ones((2, 128, 128)), jnp.array([2, 3])
+      >>> loss = lambda w: jgg.fp8_grouped_linear(x, w, sizes).sum()
+      >>> jax.grad(loss)(w)[:, 0, 0].tolist()
+      [2.0, 3.0]
     """
     return grouped_linear(
         x, w, group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized, state=state

@@ -90,6 +90,13 @@ def fp8_grouped_mm(
     Differentiable in scales, bias and row_scale; codes are constant. Closed under ``vmap``. Shards
     like :func:`grouped_qmm`, in whole blocks. The product of DeepGEMM's
     ``m_grouped_fp8_gemm_nt_contiguous``, with groups of any size.
+
+    Examples:
+      >>> x, w = jnp.ones((5, 128)), jnp.ones((2, 128, 128))  # w: experts, N, K
+      >>> q = jgg.fp8_quantize(x), jgg.fp8_quantize(w, block=(128, 128))
+      >>> y = jgg.fp8_grouped_mm(*q, jnp.array([2, 3]))
+      >>> y.dtype, float(y[0, 0])
+      (dtype(bfloat16), 128.0)
     """
     op = "fp8_grouped_mm"
     x = along_last(op, "x", x, "T, K")

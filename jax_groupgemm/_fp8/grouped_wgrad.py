@@ -62,6 +62,14 @@ def fp8_grouped_wgrad(
 
     Differentiable in scales and existing_out. Closed under ``vmap``. Shards along N and K. The
     weight gradient of DeepSeek-V3's recipe.
+
+    Examples:
+      >>> sizes = jnp.array([2, 3])
+      >>> x, dy = jnp.ones((5, 128)), jnp.ones((5, 64))
+      >>> q = [jgg.fp8_quantize(v, axis=0, group_sizes=sizes) for v in (x, dy)]
+      >>> dw = jgg.fp8_grouped_wgrad(*q, sizes)
+      >>> dw.shape, dw[:, 0, 0].tolist()
+      ((2, 64, 128), [2.0, 3.0])
     """
     return grouped_wgrad(
         x, dy, group_sizes, dtype=jnp.float32, existing_out=existing_out,

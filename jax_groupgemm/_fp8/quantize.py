@@ -66,6 +66,11 @@ def fp8_quantize(
 
     A non-finite element makes the scale of its own block NaN, and so its values; no other. The same
     bits on every backend. Not differentiable: gradients are zero.
+
+    Examples:
+      >>> q = jgg.fp8_quantize(jnp.linspace(0, 1, 512).reshape(2, 256))  # a scale for 128 elements
+      >>> q.weight.shape, q.scales.shape
+      ((2, 256), (2, 2))
     """
     op = "fp8_quantize"
     x = check.array(op, "x", x)

@@ -46,6 +46,12 @@ class FP8Recipe:
     Raises:
       ValueError: an argument is none of those.
       TypeError: a switch is not a bool.
+
+    Examples:
+      >>> recipe = jgg.FP8Recipe(scaling="tensor", gradient_format="e5m2")
+      >>> x, w, sizes = jnp.ones((5, 128)), jnp.ones((2, 128, 128)), jnp.array([2, 3])
+      >>> jgg.fp8_grouped_linear(x, w, sizes, recipe=recipe).shape
+      (5, 128)
     """
 
     activation_block: tuple[int, int] = blocks.LINE

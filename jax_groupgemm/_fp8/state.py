@@ -44,6 +44,14 @@ class FP8State:
 
     Use :meth:`new` for the first one. Numbers that are not finite do not count, so a step with
     infinite gradients leaves no trace. Saved and restored, a state gives the same bits.
+
+    Examples:
+      >>> recipe = jgg.FP8Recipe(scaling="delayed")
+      >>> x, w, sizes = jnp.ones((5, 128)), jnp.ones((2, 128, 128)), jnp.array([2, 3])
+      >>> loss = lambda w, s: jgg.fp8_grouped_linear(x, w, sizes, recipe=recipe, state=s).sum()
+      >>> state = jgg.FP8State.new()
+      >>> dw, seen = jax.grad(loss, argnums=(0, 1))(w, state)
+      >>> state = state.updated(seen)  # for the next step
     """
 
     x: Any

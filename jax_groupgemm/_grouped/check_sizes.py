@@ -31,6 +31,14 @@ def check_sizes(group_sizes: Integers, rows: int) -> jax.Array:
       ValueError: a size is negative, or the sum is more than ``rows``. Where sizes are traced, it
         is a ``jax.errors.JaxRuntimeError`` with the same sentence, when the program runs.
       TypeError: sizes are not integers, or ``rows`` is no int.
+
+    Examples:
+      >>> jgg.check_sizes(jnp.array([2, 3]), 5).tolist()
+      [2, 3]
+      >>> jgg.check_sizes(jnp.array([2, 4]), 5)
+      Traceback (most recent call last):
+      ...
+      ValueError: ...
     """
     op = "check_sizes"
     check.count(op, "rows", rows)

@@ -60,6 +60,12 @@ def gather_mm(
     Differentiable to any order in ``a`` and ``b``, closed under ``vmap`` over any operand. The
     operation of MLX's ``gather_mm``. For the tokens of a mixture of experts, call
     ``gather_mm(x[:, None], w, token_of_pair, expert_of_pair)[:, 0]``.
+
+    Examples:
+      >>> a, b = jnp.ones((3, 1, 8)), jnp.stack([jnp.full((8, 2), g) for g in (1.0, 2.0)])
+      >>> y = jgg.gather_mm(a, b, jnp.array([0, 2]), jnp.array([1, 0]))  # a[0] @ b[1], a[2] @ b[0]
+      >>> y.shape, y[:, 0, 0].tolist()
+      ((2, 1, 2), [16.0, 8.0])
     """
     op = "gather_mm"
     a, b = (check.array(op, n, v) for n, v in (("a", a), ("b", b)))

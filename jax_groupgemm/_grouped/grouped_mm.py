@@ -74,6 +74,12 @@ def grouped_mm(
     Under Explicit sharding an N-sharded ``w`` gives an N-sharded result without communication, a
     K-sharded one an all-reduce. The operation of ``jax.lax.ragged_dot`` with the epilogues of
     CUTLASS's grouped GEMM.
+
+    Examples:
+      >>> x, w = jnp.ones((5, 8)), jnp.stack([jnp.full((8, 4), g) for g in (1.0, 2.0, 3.0)])
+      >>> y = jgg.grouped_mm(x, w, jnp.array([2, 0, 3]))  # two rows by w[0], three by w[2]
+      >>> y.shape, y[:, 0].tolist()
+      ((5, 4), [8.0, 8.0, 24.0, 24.0, 24.0])
     """
     op = "grouped_mm"
     x, w = (check.array(op, n, v) for n, v in (("x", x), ("w", w)))

@@ -77,6 +77,13 @@ def lora_mm(
 
     Differentiable to any order in every floating operand, closed under ``vmap`` over any operand.
     The shrink and expand kernels of Punica, and of vLLM's and SGLang's LoRA over experts.
+
+    Examples:
+      >>> x = jnp.ones((3, 8))
+      >>> a, b = jnp.ones((2, 4, 8)), jnp.stack([jnp.ones((6, 4)), jnp.zeros((6, 4))])
+      >>> y = jgg.lora_mm(x, a, b, jnp.array([0, 1, 0]), scale=0.5)  # an adapter for each row
+      >>> y.shape, y[:, 0].tolist()
+      ((3, 6), [16.0, 0.0, 16.0])
     """
     op = "lora_mm"
     x, a, b = (check.array(op, n, v) for n, v in (("x", x), ("a", a), ("b", b)))

@@ -59,6 +59,11 @@ def ragged_dot(
 
     Raises:
       ValueError, TypeError: shapes or dtypes do not fit.
+
+    Examples:
+      >>> lhs, rhs = jnp.ones((5, 8)), jnp.ones((2, 8, 4))
+      >>> jgg.ragged_dot(lhs, rhs, jnp.array([2, 3])).shape  # as jax.lax.ragged_dot
+      (5, 4)
     """
     op = "ragged_dot"
     _check_out_sharding(op, out_sharding)
@@ -116,6 +121,17 @@ def ragged_dot_general(
 
     Raises:
       ValueError, TypeError: shapes, dtypes or dimension numbers do not fit.
+
+    Examples:
+      >>> numbers = jax.lax.RaggedDotDimensionNumbers(  # weight gradients: rows of both are grouped
+      ...     dot_dimension_numbers=(((0,), (0,)), ((), ())),
+      ...     lhs_ragged_dimensions=[0],
+      ...     rhs_group_dimensions=[],
+      ... )
+      >>> lhs, rhs = jnp.ones((5, 8)), jnp.ones((5, 4))
+      >>> y = jgg.ragged_dot_general(lhs, rhs, jnp.array([2, 3]), numbers)
+      >>> y.shape, y[:, 0, 0].tolist()
+      ((2, 8, 4), [2.0, 3.0])
     """
     op = "ragged_dot_general"
     _check_out_sharding(op, out_sharding)

@@ -58,6 +58,12 @@ def segmented_mm(
 
     Differentiable to any order in ``a`` and ``b`` (overlaps accumulate, gaps get zeros), closed
     under ``vmap`` over any operand. The operation of MLX's ``segmented_mm``.
+
+    Examples:
+      >>> a, b = jnp.ones((2, 10)), jnp.ones((10, 3))
+      >>> y = jgg.segmented_mm(a, b, jnp.array([[0, 4], [4, 10]]))  # k of 0 to 3, and of 4 to 9
+      >>> y.shape, y[:, 0, 0].tolist()
+      ((2, 2, 3), [4.0, 6.0])
     """
     op = "segmented_mm"
     a, b = (check.array(op, n, v) for n, v in (("a", a), ("b", b)))

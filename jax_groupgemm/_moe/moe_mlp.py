@@ -153,6 +153,16 @@ def moe_mlp(
     derivative. With biases, a scale for each tensor, or ``implementation="composed"``, it
     differentiates these parts one by one. With ``dispatch="fp8"`` and experts on several devices,
     the layer rounds x and the result's cotangent to FP8; that rounding has derivative 1.
+
+    Examples:
+      >>> keys = jax.random.split(jax.random.key(0), 4)
+      >>> x = jax.random.normal(keys[0], (6, 16))
+      >>> up = jax.random.normal(keys[1], (4, 16, 2 * 8))  # four experts; gate and up
+      >>> down = jax.random.normal(keys[2], (4, 8, 16))
+      >>> scores = jax.nn.softmax(jax.random.normal(keys[3], (6, 4)))
+      >>> weight, index = jax.lax.top_k(scores, 2)
+      >>> jgg.moe_mlp(x, up, down, index, weight).shape
+      (6, 16)
     """
     op = "moe_mlp"
     layer, operands = checked(

@@ -35,6 +35,11 @@ def dispatch(x: ArrayLike, routing: Routing) -> jax.Array:
 
     Differentiable to any order in x. Reverse mode adds up each token's rows in float32, as
     :func:`combine` does.
+
+    Examples:
+      >>> routing = jgg.route(jnp.array([[1, 0], [1, 2]]), 3)
+      >>> jgg.dispatch(jnp.array([[10.0], [20.0]]), routing)[:, 0].tolist()
+      [10.0, 10.0, 20.0, 20.0]
     """
     op = "dispatch"
     x = check.array(op, "x", x)
@@ -63,6 +68,12 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
       TypeError: ``expert_weight`` holds floats and rows are integers, which cannot hold the sums.
 
     Differentiable to any order in rows and ``expert_weight``; reverse mode gathers.
+
+    Examples:
+      >>> routing = jgg.route(jnp.array([[1, 0], [1, 2]]), 3)
+      >>> rows = jnp.array([[1.0], [2.0], [3.0], [4.0]])  # of experts 0, 1, 1, 2
+      >>> jgg.combine(rows, routing, jnp.array([[0.5, 1.0], [1.0, 1.0]]))[:, 0].tolist()
+      [2.0, 7.0]
     """
     op = "combine"
     rows = check.array(op, "rows", rows)

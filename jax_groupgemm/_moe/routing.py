@@ -33,6 +33,11 @@ class Routing:
       place: int32 ``(T, k)``: the row of each pair, -1 where the pair does not exist.
       group_sizes: int32 ``(E,)``: the rows of each expert.
       overflow: int32 ``()``: how many pairs have no row, because of ``max_rows``.
+
+    Examples:
+      >>> routing = jgg.route(jnp.array([[1, 0], [1, 2]]), 3)
+      >>> routing.place.tolist()  # rows of each token
+      [[1, 0], [2, 3]]
     """
 
     order: jax.Array
@@ -69,6 +74,11 @@ def route(
     Raises:
       ValueError: shapes do not fit, or ``num_experts`` or ``max_rows`` is negative.
       TypeError: ``expert_index`` or ``expert_offset`` are not integers.
+
+    Examples:
+      >>> routing = jgg.route(jnp.array([[1, 0], [1, 2]]), 3)  # two tokens, two experts each
+      >>> routing.group_sizes.tolist(), routing.order.tolist()
+      ([1, 2, 1], [1, 0, 2, 3])
     """
     op = "route"
     index = check.integers(op, "expert_index", expert_index)

@@ -81,6 +81,12 @@ def nvfp4_grouped_mm(
     Differentiable in alpha, bias and global scales; codes and block scales are integers. Closed
     under ``vmap``. Shards like :func:`grouped_qmm`. The grouped NVFP4 product of Transformer Engine
     with its two-level scales, ``global_scale`` in the form that multiplies.
+
+    Examples:
+      >>> x, w = jnp.ones((5, 64)), jnp.ones((2, 128, 64))  # w: experts, N, K
+      >>> y = jgg.nvfp4_grouped_mm(jgg.nvfp4_quantize(x), jgg.nvfp4_quantize(w), jnp.array([2, 3]))
+      >>> y.dtype, float(y[0, 0])
+      (dtype(bfloat16), 64.0)
     """
     op = "nvfp4_grouped_mm"
     x = array.along_last(op, "x", x, "nvfp4", "T, K")

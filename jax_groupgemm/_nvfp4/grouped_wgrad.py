@@ -73,6 +73,14 @@ def nvfp4_grouped_wgrad(
 
     Differentiable in alpha, beta, existing_out and global scales. Closed under ``vmap``. Shards
     along N and K. The weight gradient of Transformer Engine's NVFP4 recipe.
+
+    Examples:
+      >>> sizes = jnp.array([2, 3])
+      >>> x, dy = jnp.ones((5, 64)), jnp.ones((5, 32))
+      >>> q = [jgg.nvfp4_quantize(v, axis=0, group_sizes=sizes) for v in (x, dy)]
+      >>> dw = jgg.nvfp4_grouped_wgrad(*q, sizes)
+      >>> dw.shape, dw[:, 0, 0].tolist()
+      ((2, 32, 64), [2.0, 3.0])
     """
     return grouped_wgrad(
         x, dy, group_sizes, alpha=alpha, beta=beta, existing_out=existing_out, dtype=jnp.float32,

@@ -86,6 +86,11 @@ def nvfp4_quantize(
 
     A non-finite element turns its own block into NaN, and no other. The same bits on every backend.
     Not differentiable: gradients are zero.
+
+    Examples:
+      >>> q = jgg.nvfp4_quantize(jnp.linspace(0, 1, 128).reshape(2, 64))
+      >>> q.scales.shape, q.global_scale.shape  # a scale for 16 elements
+      ((2, 4), ())
     """
     op = "nvfp4_quantize"
     x = check.array(op, "x", x)

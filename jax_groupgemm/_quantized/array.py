@@ -69,6 +69,11 @@ class Quantized:
 
     The formats of the same names of MLX, bit for bit; MLX has no fp8 of that kind, and no affine
     groups of 16.
+
+    Examples:
+      >>> q = jgg.quantize(jnp.ones((4, 64, 128)), bits=4, group_size=64, contract=-1)
+      >>> q.mode, q.bits, q.group_size, q.shape
+      ('affine', 4, 64, (4, 64, 128))
     """
 
     weight: Any

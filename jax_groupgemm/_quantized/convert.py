@@ -82,6 +82,12 @@ def quantize(
 
     A non-finite element turns its own group into NaN (affine: into NaN or Inf), and no other. The
     same bits on every backend. Not differentiable: gradients are zero. MLX's ``quantize``.
+
+    Examples:
+      >>> w = jax.random.normal(jax.random.key(0), (2, 32, 128))  # K last
+      >>> q = jgg.quantize(w, mode="nvfp4", contract=-1)
+      >>> q.weight.shape, q.weight.dtype, q.scales.shape  # eight codes in a word
+      ((2, 32, 16), dtype('uint32'), (2, 32, 8))
     """
     op = "quantize"
     kind = FORMATS.get(mode) if isinstance(mode, str) else None
@@ -141,6 +147,12 @@ def dequantize(q: Quantized, dtype: DTypeLike | None = None) -> jax.Array:
     The same bits on every backend (NaN has one pattern), but that on CPUs an affine scale, bias or
     value that is subnormal in float32 counts as zero. Differentiable in affine scales and biases
     (not of a prepacked weight), in fp8 scales and in global_scale. MLX's ``dequantize``.
+
+    Examples:
+      >>> w = jnp.linspace(-1, 1, 256).reshape(2, 128)
+      >>> q = jgg.quantize(w, bits=8, group_size=32, contract=-1)
+      >>> bool(jnp.max(jnp.abs(jgg.dequantize(q) - w)) < 1e-3)
+      True
     """
     op = "dequantize"
     q = checked(op, "q", q)

@@ -57,6 +57,13 @@ def gather_qmm(
 
     Differentiable and closed under ``vmap`` as :func:`grouped_qmm` is. The operation of MLX's
     ``gather_qmm``.
+
+    Examples:
+      >>> w = jax.random.normal(jax.random.key(0), (2, 64, 128))
+      >>> q = jgg.quantize(w, bits=4, group_size=64, contract=-1)
+      >>> x, lhs, rhs = jnp.ones((3, 1, 128)), jnp.array([0, 2, 2]), jnp.array([1, 0, 1])
+      >>> jgg.gather_qmm(x, q, lhs, rhs).shape
+      (3, 1, 64)
     """
     op = "gather_qmm"
     x = check.array(op, "x", x)

@@ -71,6 +71,12 @@ def grouped_qmm(
     fp8 scales (``dscale`` over a block) and in the global scale. With a prepacked weight, only the
     global scale has a gradient. Closed under ``vmap``. Shards like :func:`grouped_mm`, in whole
     quantization groups.
+
+    Examples:
+      >>> w = jax.random.normal(jax.random.key(0), (2, 64, 128))
+      >>> q = jgg.quantize(w, bits=4, group_size=64, contract=-1)
+      >>> jgg.grouped_qmm(jnp.ones((5, 128)), q, jnp.array([2, 3])).shape
+      (5, 64)
     """
     op = "grouped_qmm"
     x = check.array(op, "x", x)

@@ -87,6 +87,14 @@ def prepack(
 
     Warns:
       UserWarning: w is returned as it is.
+
+    Examples:
+      >>> w = jax.random.normal(jax.random.key(0), (2, 64, 128), jnp.bfloat16)
+      >>> packed = jgg.prepack(jgg.quantize(w, mode="nvfp4", contract=-1))
+      >>> packed.layout
+      'sm90'
+      >>> jgg.grouped_qmm(jnp.ones((5, 128), jnp.bfloat16), packed, jnp.array([2, 3])).shape
+      (5, 64)
     """
     w = array.checked("prepack", "w", w)
     check.flag("prepack", "strict", strict)

@@ -47,6 +47,11 @@ def quantized_matmul(
       TypeError: w is not a :class:`Quantized`, or a dtype is none of these.
 
     Differentiable and closed under ``vmap`` as :func:`grouped_qmm` is. MLX's ``quantized_matmul``.
+
+    Examples:
+      >>> w = jax.random.normal(jax.random.key(0), (64, 128))
+      >>> jgg.quantized_matmul(jnp.ones((5, 128)), jgg.quantize(w, mode="mxfp4", contract=-1)).shape
+      (5, 64)
     """
     op = "quantized_matmul"
     x = check.array(op, "x", x)

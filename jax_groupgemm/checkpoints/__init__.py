@@ -148,6 +148,14 @@ def linear(
         zero points that other libraries read differently (v1, stored all ones); a layer in act
         order, which :func:`act_order` reads; fp8 rows to be joined that would begin within a block.
       TypeError: a tensor's dtype is not the format's, or an argument is not what it should be.
+
+    Examples:
+      >>> q = jgg.quantize(jnp.ones((64, 128)), bits=4, group_size=64, contract=-1)
+      >>> parts = {"scales": q.scales, "biases": q.biases, "weight": q.weight}
+      >>> tensors = {f"mlp.{name}": np.asarray(value) for name, value in parts.items()}
+      >>> config = {"quantization": {"bits": 4, "group_size": 64}}
+      >>> jgg.checkpoints.linear(tensors, "mlp", format="mlx", config=config).shape
+      (64, 128)
     """
     source = Source("linear", tensors, format, config, scales_dtype=scales_dtype)
     return rows(source, prefix, sizes("linear", shape, "N, K"))[0]
@@ -207,6 +215,13 @@ def experts(
       TypeError: as of :func:`linear`.
 
     Besides the result, memory holds the tensors of one expert at a time.
+
+    Examples:
+      >>> q = jgg.quantize(jnp.ones((2, 64, 128)), mode="mxfp4", contract=-1)  # two experts
+      >>> codes = np.asarray(q.weight).view(np.uint8).reshape(2, 64, 4, 16)  # as gpt-oss has them
+      >>> tensors = {"down_proj_blocks": codes, "down_proj_scales": np.asarray(q.scales)}
+      >>> jgg.checkpoints.experts(tensors, "down_proj", format="gpt-oss").shape
+      (2, 64, 128)
     """
     source = Source("experts", tensors, format, config, scales_dtype=scales_dtype)
     expected = sizes("experts", shape, "G, N, K")
@@ -244,6 +259,20 @@ def act_order(
     Raises:
       ValueError: as of :func:`linear`; or groups are not of ``group_size`` channels each; or rows
         to be joined differ in order.
+
+    Examples:
+      >>> tensors = {  # two groups of channels, which take turns
+      ...     "mlp.qweight": np.zeros((8, 64), np.int32),
+      ...     "mlp.qzeros": np.zeros((2, 8), np.int32),
+      ...     "mlp.scales": np.ones((2, 64), np.float16),
+      ...     "mlp.g_idx": np.arange(64, dtype=np.int32) % 2,
+      ... }
+      >>> config = {
+      ...     "quantization_config": {"bits": 4, "group_size": 32, "quant_method": "gptq"}
+      ... }
+      >>> w, order = jgg.checkpoints.act_order(tensors, "mlp", config=config)
+      >>> w.shape, order[:3].tolist()
+      ((64, 64), [0, 2, 4])
     """
     if format not in ("gptq", "compressed-tensors"):
         raise ValueError(
@@ -293,6 +322,16 @@ def open(path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADE
 
     https://github.com/huggingface/safetensors,
     https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+    Examples:
+      >>> import json, pathlib, struct, tempfile
+      >>> entry = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}
+      >>> header = json.dumps({"w": entry}).encode()
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "model.safetensors")
+      >>> _ = path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(32))
+      >>> tensors = jgg.checkpoints.open(path)
+      >>> list(tensors), tensors["w"].shape, tensors.header("w").nbytes
+      (['w'], (2, 4), 32)
     """
     _is_bytes("open", "max_header_bytes", max_header_bytes)
     where = files.absolute("open", path)
@@ -318,6 +357,13 @@ def read_json(path: str | PathLike[str], *, max_bytes: int = json_file.MAX_BYTES
       FileNotFoundError: there is no such file.
       OSError: as the system says.
       TypeError: ``path`` is no path.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "config.json")
+      >>> _ = path.write_text('{"num_experts": 8}')
+      >>> jgg.checkpoints.read_json(path)
+      {'num_experts': 8}
     """
     _is_bytes("read_json", "max_bytes", max_bytes)
     return json_file.read(path, max_bytes)
