@@ -107,7 +107,6 @@ def maxtext() -> None:
         "base_moe_mlp_dim=128 base_num_decoder_layers=2 vocab_size=256 num_experts=8 "
         "num_experts_per_tok=2 attention=dot_product "
         "dataset_type=synthetic steps=10 per_device_batch_size=1 max_target_length=64 "
-        "load_balance_loss_weight=0.01 "
         "enable_checkpointing=false dtype=float32 weight_dtype=float32 matmul_precision=highest "
         "log_config=false enable_goodput_recording=false"
     )
@@ -128,14 +127,18 @@ def maxtext() -> None:
     from jax_groupgemm._grouped import replace
 
     replace._OURS["ragged_dot"] = counted
-    alone = (f"{key}={value}" for key, value in with_ours.SETTINGS.items())
-    theirs = losses("theirs", lambda arguments: train.main(["train", *arguments]), *alone)
+    alone = [f"{key}={value}" for key, value in with_ours.SETTINGS.items()]
+    as_it_is = lambda arguments: train.main(["train", *arguments])
+    balance = "load_balance_loss_weight=0.01"
+    balanced = losses("balanced", as_it_is, *alone, balance)
+    theirs = losses("theirs", as_it_is, *alone)
     assert not called
-    ours = losses("ours", with_ours.train)
+    ours = losses("ours", with_ours.train, balance)
     assert called
     assert len(ours) == 10
     assert ours[-1] < ours[0]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    np.testing.assert_allclose(ours, balanced, rtol=1e-6)
+    # With a layer of ours the balancing loss is that of all tokens, with theirs of one device's.
     experts = ("ici_expert_parallelism=2", "ici_fsdp_parallelism=2")
     layer = losses("layer", with_ours.train, layer=True)
     travel = losses("travel", with_ours.train, *experts, layer=True)
@@ -145,6 +148,11 @@ def maxtext() -> None:
     np.testing.assert_allclose(travel, theirs, rtol=1e-6)
     np.testing.assert_allclose(fp8, theirs, rtol=1e-3)
     assert not np.allclose(fp8, theirs, rtol=1e-6)
+    layer = losses("layer", with_ours.train, balance, layer=True)
+    travel = losses("travel", with_ours.train, balance, *experts, layer=True)
+    np.testing.assert_allclose(travel, layer, rtol=1e-6)
+    np.testing.assert_allclose(layer, balanced, rtol=1e-4)
+    assert not np.allclose(layer, theirs, rtol=1e-4)
 
 
 if __name__ == "__main__":
