@@ -23,7 +23,15 @@ from .quantized import random, values
 # Shares of the largest number of a result that may be wrong: h and the activation are rounded
 # between products. A recipe rounds to eight bits.
 _ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 3e-5}
-_FP8_ALLOWED = 0.15
+_FP8_ALLOWED = {"e4m3": 0.15, "e5m2": 0.3}  # of gradients
+_RECIPES = {
+    "FP8": {"": FP8Recipe()},
+    "FP8 tensor": {
+        "fast": FP8Recipe(scaling="tensor", accumulate="fast"),
+        "exact": FP8Recipe(scaling="tensor", accumulate="exact"),
+        "e5m2": FP8Recipe(scaling="tensor", accumulate="fast", gradient_format="e5m2"),
+    },
+}
 # Tokens, experts, choices, D, F. The second is a step of few tokens.
 _LAYERS = (
     (64, 4, 2, 64, 96), (5, 8, 2, 256, 128), (300, 8, 2, 128, 64), (700, 4, 2, 256, 192),
@@ -45,7 +53,9 @@ def lines(packs: bool) -> list[Line]:
         found.append(Line("router.choose_for", dtype, _bound(_choice_for, dtype)))
     for mode in ("affine", "nvfp4"):
         found.append(Line(f"moe_mlp {mode}", "bfloat16", _bound(_quantized, mode, packs)))
-    return [*found, Line("moe_mlp FP8 gradients", "bfloat16", _fp8), Line("route", "int32", _route)]
+    for name, recipes in _RECIPES.items():
+        found.append(Line(f"moe_mlp {name} gradients", "bfloat16", _bound(_fp8, recipes)))
+    return [*found, Line("route", "int32", _route)]
 
 
 def _bound(function, *given):
@@ -260,17 +270,18 @@ def _back(x, up, down, index, weight, ct, **options):
     return jax.vjp(layer, x, up, down, weight)[1](ct)
 
 
-def _fp8(rng, quick) -> Iterator[Trial]:
+def _fp8(recipes, rng, quick) -> Iterator[Trial]:
     for tokens, experts, choices, d, f in ((300, 4, 2, 256, 128), (700, 8, 2, 512, 256))[
         : 1 + (not quick)
     ]:
         x, up, down, weight, ct = _problem(rng, "bfloat16", tokens, experts, choices, d, f)
-        runs = []
-        for name, index in _indices(rng, tokens, experts, choices):
-            o = x, up, down, index, weight, ct
-            runs.append(Run(name, o, lambda o=o: _near(_value(*o)[1:], _FP8_ALLOWED)))
-        function = functools.partial(_back, recipe=FP8Recipe())
-        yield Trial(f"T={tokens} E={experts} k={choices} D={d} F={f}", function, runs)
+        for name, recipe in recipes.items():
+            allowed, runs = _FP8_ALLOWED[recipe.gradient_format], []
+            for case, index in _indices(rng, tokens, experts, choices):
+                o = x, up, down, index, weight, ct
+                runs.append(Run(case, o, lambda o=o, a=allowed: _near(_value(*o)[1:], a)))
+            label = f"{name} T={tokens} E={experts} k={choices} D={d} F={f}".strip()
+            yield Trial(label, functools.partial(_back, recipe=recipe), runs)
 
 
 def _quantized(mode, packed, rng, quick) -> Iterator[Trial]:

@@ -25,6 +25,8 @@ _E4M3 = ml_dtypes.float8_e4m3fn
 # is 2^-8 where one is all of the sum (1.3e-3 was seen on an H200). Nobody has measured Blackwell's
 # sums of NVFP4.
 _FP8_ERROR, _NVFP4_ERROR = 2.0**-8, 1e-4
+# Without promotion that comes once more for each 32 of K: up to K = 1024 another 2^-8.
+_FAST_ERROR = 2 * _FP8_ERROR
 # T, G, N, K.
 _SHAPES = (
     (70, 4, 128, 256), (300, 3, 384, 128), (33, 5, 64, 128), (1000, 8, 256, 512),
@@ -37,6 +39,7 @@ def lines() -> list[Line]:
     for dtype in FLOATS:
         found += [
             Line("fp8_grouped_mm", dtype, _bound(_fp8_mm, dtype), _timed_fp8(dtype)),
+            Line("fp8_grouped_mm fast", dtype, _bound(_fp8_fast, dtype)),
             Line("nvfp4_grouped_mm", dtype, _bound(_nvfp4_mm, dtype), _timed_nvfp4(dtype)),
         ]
     return [
@@ -63,27 +66,46 @@ def fp8_rows(rng, rows: int, k: int) -> Quantized:
 
 
 def _fp8_mm(dtype, rng, quick) -> Iterator[Trial]:
+    function = functools.partial(fp8_grouped_mm, preferred_element_type=dtype)
     for rows, groups, n, k in _shapes(quick):
-        x, w, runs = fp8_rows(rng, rows, k), random(rng, (groups, n, k), "fp8"), []
-        for name, s in sizes.variants(rng, rows, groups, quick):
-            given = x
-            if name == sizes.NAN:
-                given = dataclasses.replace(x, scales=sizes.with_nan(x.scales, s))
-            want = lambda x=given, w=w, s=s, k=k: [[
-                oracle.grouped_mm(_wide(x), _wide(w), s, transpose_w=True).want(
-                    dtype, k, _FP8_ERROR
-                )
-            ]]  # fmt: skip
-            runs.append(Run(name, (given, w, s), want))
-        function = functools.partial(fp8_grouped_mm, preferred_element_type=dtype)
-        yield Trial(label(rows, groups, k, n), function, runs)
+        x, w = fp8_rows(rng, rows, k), random(rng, (groups, n, k), "fp8")
+        yield _fp8_trial(function, x, w, dtype, _FP8_ERROR, rng, quick)
+
+
+def _fp8_fast(dtype, rng, quick) -> Iterator[Trial]:
+    """A scale for all rows, and for each matrix of w."""
+    function = functools.partial(fp8_grouped_mm, preferred_element_type=dtype, accumulate="fast")
+    for rows, groups, n, k in _shapes(quick):
+        x = dataclasses.replace(
+            fp8_rows(rng, rows, k), scales=np.float32(2**-8), block=None, group_size=0
+        )
+        w = random(rng, (groups, n, k), "fp8")
+        scales = (2.0 ** rng.integers(-9, -6, groups)).astype(np.float32)
+        w = dataclasses.replace(w, scales=scales, block=None, group_size=0)
+        yield _fp8_trial(function, x, w, dtype, _FAST_ERROR, rng, quick)
+
+
+def _fp8_trial(function, x: Quantized, w: Quantized, dtype, least: float, rng, quick) -> Trial:
+    (rows, k), (groups, n, _), runs = x.weight.shape, w.weight.shape, []
+    for name, s in sizes.variants(rng, rows, groups, quick):
+        given = x
+        if name == sizes.NAN:
+            if x.block is None:  # its scale is that of all rows
+                continue
+            given = dataclasses.replace(x, scales=sizes.with_nan(x.scales, s))
+        want = lambda x=given, s=s: [[
+            oracle.grouped_mm(_wide(x), _wide(w), s, transpose_w=True).want(dtype, k, least)
+        ]]  # fmt: skip
+        runs.append(Run(name, (given, w, s), want))
+    return Trial(label(rows, groups, k, n), function, runs)
 
 
 def _wide(q: Quantized) -> np.ndarray:
     """Values of fp8, of which scales are float32 numbers of any kind, in float64."""
-    assert q.block is not None
-    scales = oracle.f64(q.scales).repeat(q.block[0], -2).repeat(q.block[1], -1)
     codes = E4M3[oracle.codes(q)]
+    if q.block is None:
+        return codes * oracle.f64(q.scales)[..., None, None]
+    scales = oracle.f64(q.scales).repeat(q.block[0], -2).repeat(q.block[1], -1)
     return codes * scales[..., : codes.shape[-2], : codes.shape[-1]]
 
 
