@@ -460,6 +460,8 @@ PARTS = {
     "fp8_rows": on_hopper(layers.fp8_rows),
     "few_tokens": on_hopper(layers.few_tokens),
     "few_dense": layers.few_dense,
+    "fp8_tensors": on_hopper(layers.fp8_tensors),
+    "packed_sm80": on_hopper(layers.packed_sm80),
     "lora": layers.lora,
     "fp8_weights": on_hopper(layers.fp8_weights),
     "adapters": layers.adapters,

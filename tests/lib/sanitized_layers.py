@@ -123,6 +123,39 @@ def few_dense(rng):
             jax.block_until_ready(jax.jit(f)(of(tokens, d), up, down, index, weight))
 
 
+def fp8_tensors(rng):
+    """A scale for each tensor: casts along both axes, and layers with every kind of sums."""
+    for dtype in ("bfloat16", "float16", "float32"):
+        for shape in ((304, 200), (3, 70, 256)):
+            x = oracle.random(rng, shape, dtype)
+            for axis in (-1, -2):
+                f = functools.partial(jgg.fp8_quantize, block=None, axis=axis)
+                jax.block_until_ready(jax.jit(f)(x))
+    e5m2 = {"accumulate": "fast", "gradient_format": "e5m2"}
+    for options in ({"accumulate": "fast"}, {"accumulate": "exact"}, e5m2):
+        layer(rng, 300, 256, 128, recipe=jgg.FP8Recipe(scaling="tensor", **options))
+    states = jgg.FP8State.new(), jgg.FP8State.new()
+    recipe = jgg.FP8Recipe(scaling="delayed", accumulate="fast")
+    layer(rng, 300, 256, 128, recipe=recipe, state=states)
+
+
+def packed_sm80(rng):
+    """Prepacked weights on the kernel of every GPU: tiles of 8, 64 and 128 rows, gates."""
+    for (mode, group), dtype in itertools.product(
+        (("nvfp4", 16), ("mxfp4", 32), ("affine", 32), ("affine", 128)),
+        ("bfloat16", "float16", "float32"),
+    ):
+        if dtype == "float32" and mode == "affine":
+            continue
+        for sizes in ([1, 0, 7, 9, 25], [1, 65, 0, 130, 333], [1, 700, 0, 128, 391]):
+            q = oracle.random_quantized(rng, (5, 384, 384), mode, 4, group, dtype)
+            x, given = oracle.random(rng, (sum(sizes) + 3, 384), dtype), jnp.array(sizes)
+            f = functools.partial(jgg.grouped_qmm, implementation="sm80")
+            gated = functools.partial(f, activation="swiglu")
+            jax.block_until_ready((jax.jit(f)(x, jgg.prepack(q), given),
+                                   jax.jit(gated)(x, jgg.prepack(q), given)))  # fmt: skip
+
+
 def lora(rng):
     """Rows as they come and sorted, ranks and lines that are no whole steps, rows of no pair."""
     for dtype, rank in (("bfloat16", 8), ("float16", 16), ("bfloat16", 32), ("float16", 64)):
