@@ -176,8 +176,8 @@ template <typename Element, bool kA, bool kB>
 using WideSm80 = device::PipelinedConfig<Element, kA, kB, 128, 256, 4, 1, 128>;
 
 // Whether the pipeline takes these operands: copies are of 16 bytes, and results lie in rows. A
-// gated w whose rows lie along n was slow in turns of 8 columns; in those of TurnSm80 it gives the
-// right values, and has not been timed.
+// gated w whose rows lie along n takes as long here as in the smaller tiles, which need fewer
+// registers (docs/lab/sm80.md).
 inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major, bool b_k_major) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
   if (!b_k_major && IsGated(gemm.epilogue.activation)) return false;
