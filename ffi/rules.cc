@@ -145,11 +145,12 @@ Reason WgradSm100Problem(int64_t a, int64_t b, bool transpose_x, bool transpose_
 }
 
 Reason QmmSm90Problem(int64_t line, int bits, bool bfloat16_x, bool bfloat16_scales, bool half,
-                      bool transpose_w, bool in_order, bool has_options) {
+                      bool scaled, bool transpose_w, bool in_order, bool has_options) {
   rules::QmmShape qmm{line, bits};
   qmm.bfloat16_x = bfloat16_x;
   qmm.bfloat16_scales = bfloat16_scales;
   qmm.half = half;
+  qmm.scaled = scaled;
   qmm.transpose_w = transpose_w;
   qmm.in_order = in_order;
   qmm.has_options = has_options;
@@ -273,11 +274,11 @@ void DefineRules(nb::module_& m) {
         "Bytes of the workspace of an mm or a wgrad on Blackwell; count: entries of metadata; "
         "scaled: of FP8.");
   m.def("qmm_sm90_problem", &QmmSm90Problem, nb::kw_only(), "line"_a, "bits"_a,
-        "bfloat16_x"_a = true, "bfloat16_scales"_a = true, "half"_a = false, "transpose_w"_a = true,
-        "in_order"_a = true, "has_options"_a = false,
+        "bfloat16_x"_a = true, "bfloat16_scales"_a = true, "half"_a = false, "scaled"_a = false,
+        "transpose_w"_a = true, "in_order"_a = true, "has_options"_a = false,
         "Why the Hopper kernel cannot take a product with a weight in layout 'linear', whose lines "
         "have so many codes. bfloat16_scales is also true of modes whose scales are bytes. half: "
-        "x, scales and biases are float16 instead.");
+        "x, scales and biases are float16 instead. scaled: scales multiply sums.");
   m.def("takes_adapter", &TakesAdapter, nb::kw_only(), "way"_a, "tile"_a, "rank"_a,
         "Whether a kernel of prepacked weights with this plan adds a product of this rank.");
   m.def("groups_sm90_problem", &GroupsSm90Problem, nb::kw_only(), "mode"_a, "group_size"_a,

@@ -63,11 +63,6 @@ struct FormatBase {
   static constexpr bool kIsOrdered = false;
 };
 
-// Whether Hopper's kernels of lines take float16 x.
-template <typename Format>
-inline constexpr bool kHasHalfLines =
-    Format::kScale == ScaleType::kScaleAndBias || Format::kScale == ScaleType::kFloat32;
-
 // Words of scales that a row of 64 k has at most, in layout "sm90", where kernels read it.
 template <typename Format>
 inline constexpr int kMostScaleWordsOf =

@@ -7,6 +7,7 @@
 #include "quantized/device/gemm_sm90.cuh"
 #include "quantized/device/linear_weights_sm90.cuh"
 #include "quantized/device/packed_weights_sm90.cuh"
+#include "quantized/device/scaled_lines_sm90.cuh"
 #include "quantized/device/scaled_rows_sm90.cuh"
 #include "quantized/device/scaled_tiles_sm90.cuh"
 #include "quantized/gemm_sm90.h"
@@ -69,11 +70,11 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
     l.groups = l.inner / 64;
     l.inner = l.group = 64;
     for (int i = 0; i < 2; ++i) {
-      l.box_lines = (Config::kRows / 4) << i;
+      l.box_lines = (Config::kMostBoxRows / 4) << i;
       l.box_groups = Config::StageSlices(l.box_lines);
       if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[i])) return error;
     }
-    l.box_lines = Config::kRows;
+    l.box_lines = Config::kMostBoxRows;
     l.box_groups = Config::StageSlices(l.box_lines);
   }
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
@@ -200,9 +201,18 @@ cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
   using Format = FormatTraits<kMode, kBits>;
   if (operands.dtype == DType::kF16) {
-    if constexpr (kHasHalfLines<Format>) {
+    if constexpr (Format::kHasLinesSm90) {
       using Half = device::LinearWeights<kMode, kBits, DType::kF16>;
       return LaunchQuantizedTilesSm90<Half>(stream, quantized, plan, operands);
+    }
+    return cudaErrorInvalidValue;
+  }
+  if (plan.way == rules::QmmWay::kScaled) {
+    if constexpr (Format::kScale == ScaleType::kScaleAndBias && Format::kHasLinesSm90) {
+      using Traits = ByWarpsSm90<QuantizedRows32Sm90<device::ScaledLines<kBits>>>;
+      using Config = device::ScaledLinesSm90Config<Traits>;
+      static_assert(Config::kRows == rules::kScaledLinesTile);
+      return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
     }
     return cudaErrorInvalidValue;
   }

@@ -6,6 +6,7 @@
 // with d = 16 / bits, or 16 where bits do not divide 16, this column comes after that by a, b, j,
 // e, the last of which runs fastest:
 //   32 * j + 2 * d * a + d * e + b,   a < 16 / d, b < d, j < 4, e < 2.
+// Where scales multiply sums of 32 k (device/scaled_lines.cuh) it comes by j, a, b, e.
 //
 // Layout "sm90": tiles of 64 columns (of the result) x 64 k, tiles of k fastest. Thread t of a
 // warpgroup has row t / 32 * 16 + t % 32 / 4 of a tile and the one 8 below, and of every 16 k the

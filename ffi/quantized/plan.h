@@ -18,8 +18,9 @@ enum class QmmWay {
   kTiles,   // tiles of rows, by warpgroups
   kWarps,   // tiles of few rows, by warps
   kDirect,  // no tiles: blocks read weights in layout "sm90" for a few rows
-  kScaled   // weights in layout "sm90" are not rounded: tiles of few rows by warps, or of 64; W
-            // quantized along N: of few rows of float32 x by warps, or of 128 in three planes
+  kScaled   // weights are not rounded. Layout "sm90": tiles of few rows by warps, or of 64; W
+            // quantized along N: of few rows of float32 x by warps, or of 128 in three planes.
+            // Layout "linear": tiles of few rows by warps
 };
 
 // Their names as attributes, in the order of QmmWay.
@@ -39,7 +40,7 @@ struct QmmSizes {
   bool packed = false;      // W is in layout "sm90"
   bool transposed = false;  // W is quantized along N: x (T, K) @ W (K, N)
   bool half = false;        // x is float16, for which there are fewer tiles
-  int scaled = 0;           // packed, and is not rounded: it meets so many planes of x
+  int scaled = 0;           // W is not rounded: it meets so many planes of x
 };
 
 struct QmmRows {
@@ -135,9 +136,16 @@ inline int QmmParts(const QmmSizes& qmm, const QmmRows& of, int blocks_per_sm) {
 // Rows of the larger tile of weights that are not rounded, and planes that it takes at most.
 constexpr int kScaledTileRows = 64, kMostScaledPlanes = 3;
 
+// ... of lines.
+constexpr int kScaledLinesTile = 8;
+
 // Few rows have a row for each plane: their tile has room for them. Otherwise planes are beside
 // each other, and meet codes that are read once.
 inline QmmPlanSm90 PlanScaledSm90(const QmmSizes& qmm, const QmmRows& of) {
+  if (!qmm.packed) {
+    const QmmRows of_planes{qmm.scaled * of.rows_x, qmm.scaled * of.rows, of.segments};
+    return {QmmWay::kScaled, kScaledLinesTile, QmmParts(qmm, of_planes, 1)};
+  }
   if (RowsPerSegment(of.rows, of.segments) * qmm.scaled > 24) {
     return {QmmWay::kScaled, kScaledTileRows};
   }
@@ -211,7 +219,7 @@ inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const FormatFacts& 
                         : plan.tile == kTransposedScaledRows  ? qmm.scaled == kMostScaledPlanes
                                                               : false);
   }
-  has &= qmm.packed || (plan.way != QmmWay::kScaled && (!qmm.half || HasScaled(format)));
+  has &= qmm.packed || plan.way != QmmWay::kScaled;
   if (has && plan.parts == 1 && !plan.pairs) return std::nullopt;
   return NoKernelFollows(plan);
 }
@@ -233,7 +241,12 @@ inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
       break;
     case QmmWay::kScaled:
       if (!HasScaled(format)) return "scales are no floats";
-      has = qmm.packed && !qmm.half && !qmm.gated && !plan.pairs;
+      has = !qmm.half && !qmm.gated && !plan.pairs;
+      if (!qmm.packed) {
+        has &= format.scale == ScaleType::kScaleAndBias && tile == kScaledLinesTile &&
+               qmm.scaled == 1 && (plan.parts == 1 || plan.parts == 2);
+        break;
+      }
       has &= tile == 32 ? qmm.scaled == 1 && (plan.parts == 1 || plan.parts == 2)
                         : tile == kScaledTileRows && plan.parts == 1 &&
                               (qmm.scaled == 1 || qmm.scaled == kMostScaledPlanes);

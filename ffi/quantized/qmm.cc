@@ -28,6 +28,11 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
       CheckMm(op, args.metadata, args.rows_x, args.rows_y, args.w.groups, args.n, args.k));
 
   Operands operands(op, rest);
+  args.scaled = args.planned && plan_attrs.way == rules::kQmmWays[static_cast<int>(rules::QmmWay::kScaled)];
+  if (args.scaled) {
+    JGG_RETURN_IF_ERROR(
+        BindXSums(op, args.rows_x, PaddedK(args.k, true) / 128, &operands, &args.x_sums));
+  }
   if (quantized.biases) JGG_RETURN_IF_ERROR(BindBiases(op, scales, &operands, &args.w));
   if (quantized.global_scale) {
     JGG_RETURN_IF_ERROR(
@@ -53,7 +58,8 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
     rules::QmmPlanSm90 plan;
     JGG_RETURN_IF_ERROR(BindPlan(
         op, plan_attrs, args.w.coding,
-        {args.k, args.n, IsGated(activation), false, !args.transpose_w, args.dtype == DType::kF16},
+        {args.k, args.n, IsGated(activation), false, !args.transpose_w, args.dtype == DType::kF16,
+         args.scaled ? 1 : 0},
         args.rows_x, args.rows_y, args.metadata, &plan));
     return FromCuda(op, qmm_sm90(stream, args, plan));
   }
@@ -68,7 +74,7 @@ XLA_FFI_DEFINE_HANDLER(kQmm, Qmm,
                            .Arg<ffi::AnyBuffer>()  // weight
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()  // biases, global_scale, group_offset, bias, row_scale
+                           .RemainingArgs()  // x_sums, biases, global_scale, group_offset, bias, row_scale
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<QuantizedAttrs>("quantized")
                            .Attr<QmmAttrs>("qmm")

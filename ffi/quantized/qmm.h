@@ -16,6 +16,10 @@ struct QmmArgs {
   // w is quantized along N, (T, K in whole 64) as it is.
   bool planned;
   QuantizedWeight w;
+  // ... and whether scales multiply sums: then x is in another order, and its sums of 32 k come,
+  // too, (K / 128, T, 4) float32.
+  bool scaled;
+  const void* x_sums;
   bool transpose_w;  // w's lines are the columns of W, not its rows
   void* out;         // (T, N)
   DType dtype;       // of x

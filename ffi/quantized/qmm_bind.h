@@ -179,6 +179,21 @@ inline xla::ffi::Error BindBiases(const char* op, xla::ffi::AnyBuffer scales, Op
   return xla::ffi::Error::Success();
 }
 
+// The next operand as sums of x: four for each row and 128 k, or 64.
+inline xla::ffi::Error BindXSums(const char* op, int64_t rows, int64_t fours, Operands* operands,
+                                 const void** x_sums) {
+  const auto found = operands->Take("x_sums");
+  if (found.has_error()) return found.error();
+  const xla::ffi::AnyBuffer& sums = *found;
+  if (sums.element_type() != xla::ffi::F32) return InvalidArgument(op, "x_sums must be float32");
+  JGG_RETURN_IF_ERROR(CheckShape(op, "x_sums", "(K / 128 or 64, T, 4)", sums, {fours, rows, 4}));
+  if (reinterpret_cast<uintptr_t>(sums.untyped_data()) % 16 != 0) {
+    return Unimplemented(op, "x_sums must be 16-byte aligned");
+  }
+  *x_sums = sums.untyped_data();
+  return xla::ffi::Error::Success();
+}
+
 // The next operand as the global scale: a float32 scalar, one per group or per group and column.
 inline xla::ffi::Error BindGlobalScale(const char* op, int64_t groups, int64_t n,
                                        Operands* operands, GlobalScale* global_scale) {

@@ -17,21 +17,6 @@ namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "qmm_packed";
 
-// Sums of x, four for each row and 128 k, or 64.
-static ffi::Error BindXSums(int64_t rows, int64_t fours, Operands* operands,
-                            const float4** x_sums) {
-  const auto found = operands->Take("x_sums");
-  if (found.has_error()) return found.error();
-  const ffi::AnyBuffer& sums = *found;
-  if (sums.element_type() != ffi::F32) return InvalidArgument(kOp, "x_sums must be float32");
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x_sums", "(K / 128 or 64, T, 4)", sums, {fours, rows, 4}));
-  if (reinterpret_cast<uintptr_t>(sums.untyped_data()) % 16 != 0) {
-    return Unimplemented(kOp, "x_sums must be 16-byte aligned");
-  }
-  *x_sums = static_cast<const float4*>(sums.untyped_data());
-  return ffi::Error::Success();
-}
-
 // Rows (T, rank) and weights (G, rank, N) of x's type, whose product is added.
 static ffi::Error BindAdapter(ffi::DataType dtype, Operands* operands, QmmSm90* qmm) {
   const ProductSm90& product = qmm->mm.product;
@@ -53,13 +38,13 @@ static ffi::Error BindAdapter(ffi::DataType dtype, Operands* operands, QmmSm90* 
 
 static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, bool group_offset,
                                     bool transpose_w, const EpilogueAttrs& epilogue, bool sixteens,
-                                    const float4** x_sums, const ffi::DataType* adapter,
+                                    const void** x_sums, const ffi::DataType* adapter,
                                     QmmSm90* qmm) {
   ProductSm90& product = qmm->mm.product;
   Operands operands(kOp, rest);
   if (x_sums != nullptr) {
     const int64_t fours = (qmm->mm.k + 127) / 128 * (sixteens ? 2 : 1);
-    JGG_RETURN_IF_ERROR(BindXSums(product.rows_x, fours, &operands, x_sums));
+    JGG_RETURN_IF_ERROR(BindXSums(kOp, product.rows_x, fours, &operands, x_sums));
   }
   if (global_scale) {
     JGG_RETURN_IF_ERROR(
@@ -135,7 +120,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   product.out = out->untyped_data();
   product.out_dtype = *ToDType(out->element_type());
   product.out_line = columns;
-  const float4* x_sums = nullptr;
+  const void* x_sums = nullptr;
   const bool needs_sums = scaled && transpose_w && plan_attrs.tile == rules::kScaledTileRows &&
                           w.coding.HasFloatScales();
   const ffi::DataType x_type = x.element_type();
@@ -172,7 +157,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.packed = packed;
   quantized.planes = static_cast<int>(planes);
-  quantized.x_sums = x_sums;
+  quantized.x_sums = static_cast<const float4*>(x_sums);
   if (adapter) {
     const auto specs = DescribeAdapterSm90(qmm, dtype);
     for (const TensorMapSpec& spec : {specs.rows, specs.weights}) {

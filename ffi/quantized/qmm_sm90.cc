@@ -28,9 +28,9 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
   rules::QmmShape shape{args.w.elements, coding.bits};
   shape.bfloat16_x = args.dtype == DType::kBF16;
   shape.bfloat16_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kBF16;
-  const bool half_scales =
-      coding.HasFloatScales() ? coding.scale_dtype == DType::kF16 : coding.mode == Mode::kFp8;
+  const bool half_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kF16;
   shape.half = args.dtype == DType::kF16 && half_scales;
+  shape.scaled = args.scaled;
   shape.transpose_w = args.transpose_w;
   shape.in_order = args.in_order;
   shape.has_options = args.epilogue.Any();
@@ -64,6 +64,9 @@ cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args, const rules::QmmP
   qmm.global_scale = args.w.global_scale;
   QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.biases = args.w.biases;
+  quantized.packed.half_scales = args.w.coding.scale_dtype == DType::kF16;
+  quantized.packed.float_scales = args.w.coding.scale_dtype == DType::kF32;
+  quantized.x_sums = static_cast<const float4*>(args.x_sums);
   quantized.elements = static_cast<int>(args.k);
   if (args.w.coding.Facts().scale == ScaleType::kFloat32) {
     quantized.rows_each = args.w.lines_each;

@@ -51,6 +51,7 @@ struct QmmShape {
   bool bfloat16_x = true;
   bool bfloat16_scales = true;  // or scales are bytes
   bool half = false;            // not so: x, and scales and biases of 16 bits, are float16
+  bool scaled = false;          // scales multiply sums, of any dtype
   bool transpose_w = true;      // w is quantized along K
   bool has_options = false;     // more than a product
   bool in_order = true;         // the segments' rows in the result are ascending and disjoint
@@ -60,7 +61,8 @@ inline Reason QmmSm90Problem(const QmmShape& qmm) {
   if (!qmm.half && !qmm.bfloat16_x) return "x is not bfloat16, or float16 beside float16 scales";
   if (!qmm.in_order) return "segments may overlap or come in any order";
   if (!qmm.transpose_w && qmm.has_options) return "w is quantized along N, which has no options";
-  if (!qmm.half && !qmm.bfloat16_scales) return "scales are not bfloat16";
+  if (!qmm.half && !qmm.bfloat16_scales && !qmm.scaled) return "scales are not bfloat16";
+  if (qmm.scaled && qmm.has_options) return "scales multiply sums, which has no options";
   // Lines of codes are whole 16 bytes.
   return NeedsMultiple(qmm.transpose_w ? "K * bits" : "N * bits", 128, qmm.line * qmm.bits);
 }

@@ -74,7 +74,7 @@ cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90&
   if (quantized.packed.codes == nullptr) {
     using Format = FormatTraits<kMode, kBits>;
     if (operands.dtype == DType::kF16) {
-      if constexpr (kHasHalfLines<Format>) {
+      if constexpr (Format::kHasLinesSm90) {
         using Half = device::TransposedLines<kMode, kBits, DType::kF16>;
         return LaunchTransposedTilesSm90<Half>(stream, quantized, plan, operands);
       }

@@ -37,15 +37,15 @@ COMPARE_UP_TO = 512
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-# ... of float32 x where bfloat16 does not hold the weight, and of float16 x beside lines that the
-# other kernel of Hopper does not take. Measured on an H200, as the next three (docs/lab).
-_REPACK_HALF_FROM_ROWS = 1
+# ... of x beside lines that no kernel of Hopper takes, and beside those whose scales multiply sums
+# of float32 rows. Measured on an H200, as the next three (docs/lab).
+_REPACK_HALF_FROM_ROWS, _REPACK_SUMS_FROM_ROWS = 1, 5
 # ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
 # ... of 16-bit x and a weight of few bits that is quantized along N.
 _REPACK_TRANSPOSED_FROM_ROWS = 512
-# Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
-# parts, is faster than packing the weight.
+# Rows per matrix up to which Hopper's kernel of stored weights, with x in two bfloat16 parts, is
+# faster than packing the weight.
 _PLANES_UP_TO_ROWS = 32
 
 
@@ -228,8 +228,8 @@ def _repack_from(p: Qmm) -> int:
     if p.dtypes[0] != "bfloat16" and not p.exact_in_bfloat16:
         if as_stored_sm90(p):
             return _REPACK_HALF_FROM_ROWS
-    elif p.dtypes[0] == "float16":
-        return _PLANES_UP_TO_ROWS
+        if dense.qmm_scaled(p, packed=False):
+            return _REPACK_SUMS_FROM_ROWS
     return _REPACK_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
 
 
@@ -242,13 +242,14 @@ def as_stored_sm90(p: Qmm) -> str | None:
     return extension.rules().qmm_sm90_problem(
         line=p.k if p.transpose_w else p.n, bits=p.bits, bfloat16_x=dense.qmm_planes(p) > 0,
         bfloat16_scales=p.bfloat16_scales, half=dense.lines_of_halves(p),
+        scaled=dense.qmm_scaled(p, packed=False),
         transpose_w=p.transpose_w, in_order=p.in_order, has_options=p.has_options,
     )  # fmt: skip
 
 
 def _fp8_as_stored(p: Qmm) -> str | None:
     if not p.as_stored:
-        return "needs 16-bit x, codes e4m3 in blocks of whole 128 columns"
+        return "needs codes e4m3 in blocks of whole 128 columns"
     return as_stored_sm90(p) or dense.in_parts(p)
 
 

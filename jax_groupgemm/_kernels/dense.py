@@ -101,13 +101,13 @@ def sum_parts(p: Mm | Qmm, planes: int = 1) -> int:
 
 
 def qmm_planes(p: Qmm, *, packed: bool = False) -> int:
-    """The planes in which Hopper's kernels take x; 0 where they do not. Where the weight is
-    ``packed``, they take float16 as it is, and planes beside any floating scales."""
+    """The planes in which Hopper's kernels take x; 0 where they do not. They take planes where
+    bfloat16 holds the weight, or scales multiply sums."""
     if p.dtypes[0] == "bfloat16" or (_decodes_halves(p) if packed else lines_of_halves(p)):
         return 1
     planes = 2 if p.dtypes[0] == "float16" or p.tf32 else 3
     fits = planes * max(p.rows, p.rows_x) < 2**31 - 2**10
-    exact = p.exact_in_bfloat16 or (packed and p.scalable)
+    exact = p.exact_in_bfloat16 or (p.scalable and (packed or lines_of_sums(p)))
     return planes if exact and fits else 0
 
 
@@ -118,15 +118,24 @@ def _decodes_halves(p: Qmm) -> bool:
 
 def lines_of_halves(p: Qmm) -> bool:
     """Whether Hopper's kernel of weights as they are stored takes float16 x as it is."""
-    return p.as_stored and p.scalable and _decodes_halves(p)
+    return p.as_stored and _decodes_halves(p)
+
+
+def lines_of_sums(p: Qmm) -> bool:
+    """Whether scales multiply sums in Hopper's kernels of weights as they are stored."""
+    affine = p.in_groups and groups_sm90(p.mode, p.group_size) is None
+    return p.transpose_w and p.layout == "linear" and p.as_stored and (affine or not p.in_groups)
 
 
 def qmm_scaled(p: Qmm, *, packed: bool) -> bool:
     """Whether the weight is not rounded, because x's dtype does not hold its values, or its scales,
     or these are of too few codes to decode them so: scales multiply sums, or where it is quantized
     along N, x, or codes in float32."""
-    if not (packed and p.scalable):
+    if not p.scalable:
         return False
+    if not packed:  # of mode "fp8" they always do
+        rounded = p.dtypes[0] == "bfloat16" and p.bfloat16_scales
+        return p.in_groups and lines_of_sums(p) and not rounded and not lines_of_halves(p)
     if qmm_planes(p, packed=True) > 1:
         return not p.exact_in_bfloat16
     if p.dtypes[0] == "bfloat16":

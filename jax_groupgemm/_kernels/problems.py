@@ -158,8 +158,7 @@ class Qmm(Fused):
     @property
     def as_stored(self) -> bool:
         """Whether a kernel reads its codes as they are stored."""
-        fp8 = "jgg_qmm_fp8" in (self.calls or ()) and self.lines
-        return self.in_groups or (fp8 and self.dtypes[0] in HALVES)
+        return self.in_groups or ("jgg_qmm_fp8" in (self.calls or ()) and self.lines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

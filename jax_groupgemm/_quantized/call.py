@@ -46,7 +46,7 @@ def qmm_problem(
 def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         epilogue: Epilogue = NO_EPILOGUE, *, x_is_ordered: bool = False,
         adapter=None):  # fmt: skip
-    """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
+    """Custom call ``jgg_qmm``: x, weight, scales, metadata[, x_sums][, biases][, global_scale]
     [, group_offset][, bias][, row_scale][, rows, weights] -> out; ``jgg_qmm_packed`` for a
     prepacked weight, ``jgg_qmm_fp8`` for one of mode "fp8" that is not.
 
@@ -76,8 +76,11 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         | ({} if plan.config.get("beside") else {"planes": 1}),
     }
     of_lines = plan.config.get("of_lines", False)
+    scaled_lines = of_lines and plan.config["way"] == "scaled"
+    if scaled_lines:
+        x_sums = _sums_of(x, 32)
     if of_lines and not x_is_ordered:
-        x = ordered.of_lines(x, q.bits, product.transpose_w)
+        x = ordered.of_lines(x, q.bits, product.transpose_w, by_threads=scaled_lines)
     assert of_lines or not x_is_ordered
     if plan.target == "jgg_qmm":
         flags["qmm"] = _qmm_flags(metadata, product) | {"planned": of_lines}
@@ -162,9 +165,13 @@ def _planes_beside(count: int, x, q, transpose_w: bool):
         return parts.astype(jnp.float32) if count == 1 else parts, None
     if not format.of(q).has_biases:
         return parts, None
-    whole = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -k % 128)))
-    sums = whole.reshape(rows, -1, 4, min(q.group_size, 32)).sum(-1)
-    return parts, sums.transpose(1, 0, 2)
+    return parts, _sums_of(x, min(q.group_size, 32))
+
+
+def _sums_of(x, count: int):
+    """Sums of ``count`` columns of x (T, K), filled up to whole 128: (K / 4 / count, T, 4)."""
+    whole = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % 128)))
+    return whole.reshape(x.shape[0], -1, 4, count).sum(-1).transpose(1, 0, 2)
 
 
 #: Of kernels that have no plan.

@@ -14,16 +14,17 @@ import jax.numpy as jnp
 _BLOCK = 128
 
 
-def of_lines(x: jax.Array, bits: int, transpose_w: bool) -> jax.Array:
+def of_lines(x: jax.Array, bits: int, transpose_w: bool, by_threads: bool = False) -> jax.Array:
     """``x``, (T, K), as the kernel takes it: :func:`ordered`, or, where lines lie along N, as many
     columns as make whole 64: more are zeros."""
     if transpose_w:
-        return ordered(x, bits)
+        return ordered(x, bits, by_threads)
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 64)))
 
 
-def ordered(x: jax.Array, bits: int) -> jax.Array:
+def ordered(x: jax.Array, bits: int, by_threads: bool = False) -> jax.Array:
     """``x``, (T, K), with its columns in that order, as many as make whole 128: more are zeros.
+    ``by_threads``: the pairs of each thread lie together.
 
     By XLA, which does it in one kernel with what makes x.
     """
@@ -31,4 +32,5 @@ def ordered(x: jax.Array, bits: int) -> jax.Array:
     x = jnp.pad(x, ((0, 0), (0, -k % _BLOCK)))
     apart = 16 if 16 % bits else 16 // bits
     x = x.reshape(rows, -(-k // _BLOCK), 4, 16 // apart, 2, apart)
-    return x.transpose(0, 1, 3, 5, 2, 4).reshape(rows, -1)
+    axes = (0, 1, 2, 3, 5, 4) if by_threads else (0, 1, 3, 5, 2, 4)
+    return x.transpose(axes).reshape(rows, -1)

@@ -29,6 +29,11 @@ inline void LoadMatrices(const char* row, uint32_t (&to)[4]) {
   for (int i = 0; i < 4; ++i) std::memcpy(&to[i], rows[8 * i + lane / 4] + lane % 4 * 4, 4);
 }
 
+inline void LoadOrZeros(bool load, const char* from, uint32_t* to) {
+  std::memset(to, 0, 16);
+  if (load) std::memcpy(to, from, 16);
+}
+
 // An 8 x 8 matrix of 16-bit values, turned: lane 4 * r + c has (r, 2 * c) and its neighbour.
 inline uint32_t Turned(uint32_t matrix) {
   const auto words = AllLanes(matrix);

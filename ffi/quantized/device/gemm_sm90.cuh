@@ -91,6 +91,7 @@ struct QuantizedGemmSm90Config : Traits {
   static_assert(kStages >= 2);
 
   // The rows of x that are copied for a tile of so many rows, and the map that copies them.
+  static constexpr int kMostBoxRows = kRows;
   __device__ static constexpr int BoxRows(int rows) {
     return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
   }
@@ -384,7 +385,8 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       if constexpr (Config::kWarps) {
         if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums[0]);
       }
-      epilogue.Store(work, 64 * group, sums[0]);
+      // Tiles of fewer rows than a chunk have no options.
+      if constexpr (Config::kRows % 32 == 0) epilogue.Store(work, 64 * group, sums[0]);
     } else {
       epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }

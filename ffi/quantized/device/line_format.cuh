@@ -48,7 +48,8 @@ __device__ bool HasNaN(const uint32_t (&codes)[kWords]) {
 //                    it is not small; a word that stands for it
 //   OfHalf           that word for half of the codes
 //   PairOf           pair p of 16, with that word
-//   HalfPairOf       the same in float16, beside float16 scales and biases, where there are floats
+//   HalfWord, HalfPairOf   the same in float16, beside float16 scales and biases, where there are
+//                    floats; kHalfUnit is kUnit there
 template <Mode kMode, int kBits>
 struct LineCodes;
 
@@ -60,7 +61,7 @@ struct LineCodesBase {
   static constexpr bool kInBlocks = Format::kScale == ScaleType::kFloat32;
   static constexpr int kScaleSize = kInBlocks ? 4 : kHasBiases ? 2 : 1;
   static constexpr int kBlockScales = kScaleSize * Format::kScalesOf32;
-  static constexpr float kUnit = 1.0f;  // sums are of values divided by this
+  static constexpr float kUnit = 1.0f, kHalfUnit = 1.0f;  // sums are of values divided by this
   // The codes of a pair of PairOf are so many apart, where scales do not multiply sums.
   static constexpr int kApart = 16 % kBits ? 16 : 16 / kBits;
   // WGMMA: whether scales may multiply sums of 128 k.
@@ -77,7 +78,13 @@ struct LineCodesBase {
   static constexpr uint32_t kNotSmall = kHasBiases ? kHighest : kHighestOfBytes;
   __device__ static uint32_t NotSmall(Loaded& loaded) { return loaded[0]; }
 
-  template <int kCodes>
+  template <ScaleRange kRange>
+  __device__ static uint32_t HalfWord(const Loaded& loaded) {
+    return LineCodes<kMode, kBits>::template Word<kRange>(loaded);
+  }
+
+  // kHalf: of HalfWord's.
+  template <bool kHalf, int kCodes>
   __device__ static uint32_t OfHalf(uint32_t word, int, const uint32_t (&)[kCodes]) {
     return word;
   }
@@ -89,6 +96,9 @@ struct LineCodesBase {
 
   __device__ static uint32_t Times(uint32_t a, uint32_t b) {
     return MultiplyAdd2<DType::kBF16>(a, b, 0x80008000);
+  }
+  __device__ static uint32_t TimesHalves(uint32_t a, uint32_t b) {
+    return MultiplyAdd2<DType::kF16>(a, b, 0x80008000);
   }
 };
 

@@ -16,41 +16,11 @@
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/device/formats.cuh"
+#include "quantized/device/line_tile.cuh"
 #include "quantized/device/registers_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
 namespace jgg::device {
-
-// Codes of 128 k of 64 lines, as TMA brings them, and how threads read them.
-template <int kBits>
-struct LineTile {
-  static constexpr bool kBySlices = kBits == 4 || kBits == 8;
-  static constexpr int kLineBytes = 128 * kBits / 8, kBytes = 64 * kLineBytes;
-  // Words of what is read at once of 32 codes.
-  static constexpr int kWords = kBySlices ? kBits / 2 : kBits;
-
-  // By slices: half `i` of piece `piece`, of 32 codes, of the line `further` behind one. Boxes are
-  // swizzled, the same every 8 lines.
-  __device__ static const char* Half(const char* codes, int line, int further, int piece, int i) {
-    const int at =
-        kBits == 4 ? (piece ^ line / 2 % 4) * 16 + 8 * i : (2 * piece + i ^ line % 8) * 16;
-    return codes + (line + further) * kLineBytes + at;
-  }
-
-  // Else all of it, as decoders take it.
-  __device__ static void Load(const char* codes, int line, int piece, uint32_t (&to)[kBits]) {
-    const char* from = codes + line * kLineBytes + piece * 4 * kBits;
-    constexpr int kTogether = kBits % 2 == 0 ? 2 : 1;
-    uint32_t words[kBits];
-#pragma unroll
-    for (int i = 0; i < kBits; i += kTogether) LoadWords<kTogether>(from + 4 * i, words + i);
-    if constexpr (kBits == 2) {
-      to[0] = words[0], to[1] = words[1];
-    } else {
-      ToStreams(words, to);
-    }
-  }
-};
 
 template <Mode kMode, int kBits, DType kX_ = DType::kBF16>
 struct LinearWeights {
@@ -58,10 +28,11 @@ struct LinearWeights {
   using Tile = LineTile<kBits>;
   static constexpr DType kX = kX_;  // of x, and of floating scales
   static constexpr bool kHalf = kX == DType::kF16;
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kHasXSums = false;  // scaled_lines_sm90.cuh
   static constexpr bool kScalesSums = Codes::kScalesSums;
   static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
-  static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
+  static constexpr float kFactor = kHalf ? Codes::kHalfUnit : Codes::kUnit;
+  static constexpr float kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
   static constexpr int kMostRows = 192;  // that registers allow
   static constexpr bool kTakesAdapters = false;
@@ -116,12 +87,22 @@ struct LinearWeights {
       const int slices = Config::StageSlices(work.rows);
       const int bytes = slices * Config::SliceBytes(work.rows) +
                         slices / 2 * groups * Config::kBlocks * kCodeBytes;
+      const int sum_bytes = work.rows * static_cast<int>(sizeof(float4));  // of 128 k
       int k_tile = work.l_k / kSliceSm90;
 #pragma unroll 1
       for (int slice = 0; slice < work.slices; slice += slices) {
         uint64_t* full = &memory.full[at.index];
         Wait(&memory.empty[at.index], at.parity ^ 1);
-        ArriveExpecting(full, bytes);
+        if constexpr (Config::Weights::kHasXSums) {
+          const int count = (min(slices, work.slices - slice) + 1) / 2;
+          ArriveExpecting(full, bytes + count * sum_bytes);
+          for (int i = 0; i < count; ++i) {
+            CopyBytes(quantized.x_sums + (k_tile / 2 + i) * int64_t{gemm.rows_x} + work.l_row, full,
+                      memory.x_sums[at.index][i], sum_bytes);
+          }
+        } else {
+          ArriveExpecting(full, bytes);
+        }
         CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, k_tile);
 #pragma unroll
         for (int i = 0; i < 2 * Config::kBlocks; ++i) {
@@ -212,7 +193,7 @@ struct LinearWeights {
 #pragma unroll
           for (int i = 0; i < kBits; ++i) words.codes[r][i] = line_[r][i];
         }
-        words.scales[r] = Codes::OfHalf(now_[r], slice % 2, words.codes[r]);
+        words.scales[r] = Codes::template OfHalf<kHalf>(now_[r], slice % 2, words.codes[r]);
       }
       return words;
     }
@@ -236,7 +217,10 @@ struct LinearWeights {
     __device__ void NextScales(int slice) {
       const auto& next = next_[slice / 2 % kAhead];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) now_[r] = Codes::template Word<kRange>(next[r]);
+      for (int r = 0; r < 2; ++r) {
+        now_[r] = kHalf ? Codes::template HalfWord<kRange>(next[r])
+                        : Codes::template Word<kRange>(next[r]);
+      }
       LoadScales(slice / 2 % kAhead);
     }
 

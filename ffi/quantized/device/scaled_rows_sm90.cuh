@@ -124,7 +124,7 @@ struct ScaledRowsProducts {
 
 template <typename Config>
 struct PartsOf<Config, true, true> {
-  using Products = ScaledRowsProducts<Config>;
+  using Products = typename Config::Weights::template RowsProducts<Config>;
 };
 
 }  // namespace jgg::device

@@ -11,6 +11,9 @@
 
 namespace jgg::device {
 
+template <typename Config>
+struct ScaledRowsProducts;
+
 template <Mode kMode, int kBits>
 struct ScaledWeights : PackedWeights<kMode, kBits> {
   using Base = PackedWeights<kMode, kBits>;
@@ -20,6 +23,8 @@ struct ScaledWeights : PackedWeights<kMode, kBits> {
   static constexpr float kFactor = 1, kSmallFactor = 1;
   static constexpr int kScaleBytes = Codes::kMostFloatScales;
   static constexpr int kWords = kBits;  // of a thread's codes of a tile
+  template <typename Config>
+  using RowsProducts = ScaledRowsProducts<Config>;
 
   // Tiles that share scales.
   __device__ static int TilesTogether(const PackedCodesSm90& packed) {

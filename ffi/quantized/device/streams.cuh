@@ -69,6 +69,18 @@ JGG_HOST_DEVICE uint32_t E2M1Of(const uint32_t* streams, int p) {
   }
 }
 
+// ... 2^-14 times their values, in float16.
+JGG_HOST_DEVICE uint32_t E2M1HalvesOf(const uint32_t* streams, int p) {
+  constexpr uint32_t kSign = 0x80008000, kRest = 0x0e000e00;
+  const uint32_t stream = streams[p / 4];
+  switch (p % 4) {
+    case 0: return MaskOr(stream << 12, kSign, stream << 9 & kRest);
+    case 1: return MaskOr(stream << 8, kSign, stream << 5 & kRest);
+    case 2: return MaskOr(stream << 4, kSign, stream << 1 & kRest);
+    default: return MaskOr(stream, kSign, stream >> 3 & kRest);
+  }
+}
+
 // e4m3 codes p and 16 + p, 2^-120 times their values.
 JGG_HOST_DEVICE uint32_t E4M3Of(const uint32_t* streams, int p) {
   constexpr uint32_t kSign = 0x80008000, kRest = 0x07f007f0;

@@ -108,7 +108,8 @@ struct TransposedLines {
   using Tile = LineTile<kBits>;
   static constexpr DType kX = kX_;
   static constexpr bool kScaled = false;
-  static constexpr float kFactor = Codes::kUnit;
+  static constexpr bool kHalf = kX == DType::kF16;
+  static constexpr float kFactor = kHalf ? Codes::kHalfUnit : Codes::kUnit;
   static constexpr int kCodeBytes = Tile::kBytes;  // of a slice
   static constexpr int kCodesAligned = 1024;       // bytes, for swizzled boxes
   static constexpr int kCopiers = 1;               // threads, beside that of x
@@ -166,9 +167,14 @@ struct TransposedLines {
     });
   }
 
+  __device__ static uint32_t Word(const typename Codes::Loaded& loaded) {
+    return kHalf ? Codes::template HalfWord<ScaleRange::kAny>(loaded)
+                 : Codes::template Word<ScaleRange::kAny>(loaded);
+  }
+
   // What the product takes of a pair of codes.
   __device__ static uint32_t Value(const uint32_t* codes, int p, uint32_t scale) {
-    if constexpr (kX == DType::kF16) {
+    if constexpr (kHalf) {
       return Codes::template HalfPairOf<ScaleRange::kAny>(codes, p, scale);
     } else {
       return Codes::template PairOf<ScaleRange::kAny>(codes, p, scale);
@@ -211,7 +217,7 @@ struct TransposedLines {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         now[r] = kStagesScales ? Staged::Word(scales, Row() + 8 * r, threadIdx.x % 4)
-                               : Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
+                               : Word(next_[s % kAhead][r]);
       }
       if constexpr (!kStagesScales) LoadScales(s % kAhead);
 #pragma unroll
@@ -222,7 +228,7 @@ struct TransposedLines {
         } else {
           LoadHalf(codes, Row() + 8 * r, piece, group, words.codes[r]);
         }
-        words.scales[r] = Codes::OfHalf(now[r], group, words.codes[r]);
+        words.scales[r] = Codes::template OfHalf<kHalf>(now[r], group, words.codes[r]);
       }
       return words;
     }
@@ -304,7 +310,7 @@ struct TransposedLines {
         } else {
           Tile::Load(codes, line_, piece_, some);
         }
-        const uint32_t scale = Codes::OfHalf(now, half, some);
+        const uint32_t scale = Codes::template OfHalf<kHalf>(now, half, some);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int p = Tile::kBySlices ? i : 8 * half + i;
@@ -341,7 +347,7 @@ struct TransposedLines {
     // Those of the next slice.
     __device__ uint32_t Scales() {
       if constexpr (!kCopiesScales) {
-        const uint32_t now = Codes::template Word<ScaleRange::kAny>(next_);
+        const uint32_t now = Word(next_);
         LoadScales();
         return now;
       }
@@ -356,7 +362,7 @@ struct TransposedLines {
       }
       CopyScales(slice_);
       slice_ = (slice_ + 1) % kAheadOfMany;
-      return Codes::template Word<ScaleRange::kAny>(loaded);
+      return Word(loaded);
     }
 
     __device__ void CopyScales(int place) {

@@ -28,6 +28,23 @@ __device__ inline void LoadMatrices(const char* row, uint32_t (&to)[4]) {
   LoadMatrices(SharedAddress(row), to);
 }
 
+// Four words of shared memory, or zeros.
+__device__ inline void LoadOrZeros(bool load, const char* from, uint32_t* to) {
+  asm volatile(
+      "{\n"
+      ".reg .pred load;\n"
+      "setp.ne.s32 load, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@load ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(to[0]), "=&r"(to[1]), "=&r"(to[2]), "=&r"(to[3])
+      : "r"(SharedAddress(from)), "r"(static_cast<int>(load))
+      : "memory");
+}
+
 // An 8 x 8 matrix of a warp, turned.
 __device__ inline uint32_t Turned(uint32_t matrix) {
   uint32_t turned;

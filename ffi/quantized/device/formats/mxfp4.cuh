@@ -69,6 +69,16 @@ struct LineCodes<Mode::kMxfp4, 4> : MxLineCodes<Mode::kMxfp4, 4, 126> {
   __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
     return MultiplyMxfp4<kRange>(E2M1Of(codes, p), word);
   }
+
+  template <ScaleRange>
+  __device__ static uint32_t HalfWord(const Loaded& loaded) {
+    return HalfFactors<14>(loaded[0]);
+  }
+
+  template <ScaleRange>
+  __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
+    return TimesFactors(E2M1HalvesOf(codes, p), word);
+  }
 };
 
 }  // namespace jgg::device

@@ -41,9 +41,9 @@ struct LineCodes<Mode::kMxfp8, 8> : MxLineCodes<Mode::kMxfp8, 8, 120> {
     return Scales(loaded[0], 0, 0, true).scale;
   }
 
-  template <int kCodes>
+  template <bool kHalf, int kCodes>
   __device__ static uint32_t OfHalf(uint32_t word, int, const uint32_t (&codes)[kCodes]) {
-    return HasNaN(codes) ? kNaN : word;
+    return !kHalf && HasNaN(codes) ? kNaN : word;
   }
 
   template <ScaleRange>
@@ -51,8 +51,15 @@ struct LineCodes<Mode::kMxfp8, 8> : MxLineCodes<Mode::kMxfp8, 8, 120> {
     return Multiply2(Multiply2(E4M3Of(codes, p), k2To120), word);
   }
 
- private:
-  static constexpr uint32_t kNaN = 0x7fc07fc0;
+  template <ScaleRange>
+  __device__ static uint32_t HalfWord(const Loaded& loaded) {
+    return HalfFactors<0>(loaded[0]);
+  }
+
+  template <ScaleRange>
+  __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
+    return TimesFactors(HalvesOfE4M3(Permute(codes[p / 2], 0, 0x3120), p % 2), word);
+  }
 };
 
 }  // namespace jgg::device

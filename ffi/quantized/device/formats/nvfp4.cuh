@@ -59,13 +59,11 @@ struct PackedCodes<Mode::kNvfp4, 4> : PackedCodesBase<Mode::kNvfp4, 4> {
 // times 2^117 it fits.
 template <>
 struct LineCodes<Mode::kNvfp4, 4> : LineCodesBase<Mode::kNvfp4, 4> {
-  static constexpr float kUnit = 0x1p9f, kSmallFactor = kUnit;
+  static constexpr float kUnit = 0x1p9f, kSmallFactor = kUnit, kHalfUnit = 0x1p7f;
 
   __device__ static LineScales Scales(uint32_t scale, uint32_t, int b, bool) {
     const uint32_t magnitudes = Permute(scale, 0, b == 0 ? 0x4140 : 0x4342) & 0x007f007f;
-    // Added to what the bits stand for: -0, or NaN where all are set.
-    const uint32_t zeros = ((magnitudes + 0x10001) >> 1 & 0x400040) * 511 + 0x80008000;
-    scale = MultiplyAdd2<DType::kBF16>(magnitudes << 4, kTwo120, zeros);
+    scale = MultiplyAdd2<DType::kBF16>(magnitudes << 4, kTwo120, ZerosOrNaN(magnitudes));
     return {Times(scale, kTwo126 - 9 * kTwice), 0};  // 9: kUnit
   }
 
@@ -81,7 +79,16 @@ struct LineCodes<Mode::kNvfp4, 4> : LineCodesBase<Mode::kNvfp4, 4> {
     return Scales(loaded[0], 0, 0, true).scale;
   }
 
-  template <int kCodes>
+  // Bits of e4m3 are those of a float16 that is 2^-8 of it; 2^7 times it still is one, and with
+  // E2M1HalvesOf makes 2^-7 of a value, which float16 holds.
+  template <ScaleRange>
+  __device__ static uint32_t HalfWord(const Loaded& loaded) {
+    constexpr uint32_t k2To15 = 0x78007800;
+    const uint32_t magnitudes = Permute(loaded[0], 0, 0x4140) & 0x007f007f;
+    return MultiplyAdd2<DType::kF16>(magnitudes << 7, k2To15, ZerosOrNaN(magnitudes));
+  }
+
+  template <bool, int kCodes>
   __device__ static uint32_t OfHalf(uint32_t word, int half, const uint32_t (&)[kCodes]) {
     return Twice(word, half);
   }
@@ -89,6 +96,17 @@ struct LineCodes<Mode::kNvfp4, 4> : LineCodesBase<Mode::kNvfp4, 4> {
   template <ScaleRange>
   __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
     return Multiply2(E2M1Of(codes, p), word);
+  }
+
+  template <ScaleRange>
+  __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
+    return TimesHalves(E2M1HalvesOf(codes, p), word);
+  }
+
+ private:
+  // What is added to what the bits of scales stand for: -0, or NaN where all are set.
+  __device__ static uint32_t ZerosOrNaN(uint32_t magnitudes) {
+    return ((magnitudes + 0x10001) >> 1 & 0x400040) * 511 + 0x80008000;
   }
 };
 
