@@ -373,21 +373,21 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm_packed", _packed, _qmm_packed_fuses,
             config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
-            needs="prepacked weights, or many rows, or float16 or float32 x, or options beside "
-            "transpose_w=False",
+            needs="prepacked weights, or many rows, or transpose_w=False beside float32 x, scales "
+            "of another dtype, or options",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
-            needs="bfloat16 x, or float16 x beside float16 scales, or modes "
-            "mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32 or more; K * bits % 128 "
-            "== 0 with transpose_w, else N * bits, and no options",
+            needs="weights as stored, affine groups of 32 or more; K * bits % 128 == 0 with "
+            "transpose_w, else N * bits, 16-bit x and scales of its dtype or modes mxfp4, mxfp8, "
+            "nvfp4, and no options",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False),
-            needs="mode fp8, 16-bit x; codes e4m3 in blocks of whole 128 columns; K % 16 == 0 "
-            "with transpose_w, else N % 16 == 0, and no options",
+            needs="mode fp8, codes e4m3 in blocks of whole 128 columns; K % 16 == 0 with "
+            "transpose_w, else N % 16 == 0, 16-bit x and no options",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
         Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),

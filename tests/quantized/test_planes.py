@@ -37,7 +37,7 @@ def calls(f, *args) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("dtype", "planes"), [("bfloat16", 1), ("float16", 2), ("float32", 3)])
+@pytest.mark.parametrize(("dtype", "planes"), [("bfloat16", 1), ("float16", 1), ("float32", 3)])
 @pytest.mark.parametrize(("mode", "bits", "more"), EXACT)
 @pytest.mark.parametrize("packed", [False, True])
 def test_exact_modes_run_on_hopper(mode, bits, more, dtype, planes, packed):
@@ -46,26 +46,54 @@ def test_exact_modes_run_on_hopper(mode, bits, more, dtype, planes, packed):
         w = jax.eval_shape(jgg.prepack, w)
     x = array(20, 256, dtype=dtype)
     found = calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)), x, w)
-    if packed and dtype == "float16":
-        assert found == [("jgg_qmm_packed", "20", "f16")]
-    else:
-        target = "jgg_qmm_packed" if packed else "jgg_qmm"
-        assert found == [(target, str(20 * planes), "bf16")]
+    target = "jgg_qmm_packed" if packed else "jgg_qmm"
+    assert found == [(target, str(20 * planes), "f16" if dtype == "float16" else "bf16")]
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_others_stay_whole(dtype):
-    """float16 beside float32 scales; and for many float16 rows the weight is packed."""
-    found = lambda x, w: calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)), x, w)
-    name = {"float16": "f16", "float32": "f32"}[dtype]
-    x, affine = array(20, 256, dtype=dtype), quantized("affine")
-    whole = ("jgg_qmm", "20", name) if dtype == "float16" else ("jgg_qmm_packed", "60", "bf16")
-    assert found(x, affine) == [whole]
-    many = array(2048, 256, dtype=dtype), quantized("nvfp4")
-    packs = dtype == "float16"
-    want = ("jgg_qmm_packed", "2048", "f16") if packs else ("jgg_qmm", "6144", "bf16")
-    assert found(*many) == [want]
+def test_many_rows_beside_stored_weights(dtype):
+    found = calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)),
+                  array(2048, 256, dtype=dtype), quantized("nvfp4"))  # fmt: skip
+    of = {"float16": ("2048", "f16"), "float32": ("6144", "bf16")}[dtype]
+    assert found == [("jgg_qmm", *of)]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("x", "scales", "rows", "more", "rows_of_call"),
+    [
+        ("float32", "float32", 16, {}, 48),
+        ("float32", "bfloat16", 16, {"group_size": 128}, 48),
+        ("float32", "float32", 20, {}, None),  # it is packed
+        ("float32", "float32", 16, {"group_size": 16}, None),
+        ("float16", "float32", 32, {}, 64),
+        ("float16", "float32", 36, {}, None),
+        ("bfloat16", "float32", 32, {}, 32),
+        ("bfloat16", "bfloat16", 32, {}, 32),
+    ],
+)
+def test_stored_scales_multiply_sums_of_few_rows(x, scales, rows, more, rows_of_call):
+    w = array(4, 128, 256, dtype=scales)
+    q = jax.eval_shape(lambda w: jgg.quantize(w, contract=-1, **more), w)
+    f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
+    text = jax.jit(f).trace(array(rows, 256, dtype=x), q).lower(lowering_platforms=("cuda",))
+    ((target, found, _),) = calls(f, array(rows, 256, dtype=x), q)
+    assert target == ("jgg_qmm" if rows_of_call else "jgg_qmm_packed")
+    assert rows_of_call in (None, int(found))
+    sums = f"tensor<2x{rows_of_call}x4xf32>" in text.as_text()
+    assert sums == bool(rows_of_call and (x, scales) != ("bfloat16",) * 2)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_scales_that_multiply_sums_have_no_options():
+    w = array(4, 128, 256, dtype="float32")
+    q = jax.eval_shape(lambda w: jgg.quantize(w, contract=-1), w)
+    f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES), activation="silu")
+    text = jax.jit(f).trace(array(20, 256, dtype="bfloat16"), q).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @jgg_qmm\(.*", text)
+    assert 'way = "scaled"' in call
+    assert "silu" not in call
 
 
 @pytest.mark.usefixtures("hopper")
@@ -141,11 +169,12 @@ def test_values(monkeypatch, rng, mode, bits, more, dtype, planes, form):
 )
 def test_how_many_parts(dtype, tf32, planes):
     problem = samples.SAMPLES["grouped_qmm"].make("cuda", dtype)
-    # float16 beside float16 scales is multiplied as it is.
-    assert dense.qmm_planes(problem) == (0 if dtype == "float32" else 1)
-    other = dataclasses.replace(problem, float16_scales=False)
-    assert dense.qmm_planes(other) == (1 if dtype == "bfloat16" else 0)
-    exact = dataclasses.replace(problem, scalable=False, exact_in_bfloat16=True, tf32=tf32)
+    # float16 beside float16 scales is multiplied as it is, as is that beside bytes.
+    assert dense.qmm_planes(problem) == (3 if dtype == "float32" else 1)
+    other = dataclasses.replace(problem, float16_scales=False, tf32=tf32)
+    assert dense.qmm_planes(other) == planes
+    assert dense.qmm_planes(dataclasses.replace(other, transpose_w=False)) == (planes == 1)
+    exact = dataclasses.replace(other, scalable=False, exact_in_bfloat16=True)
     assert dense.qmm_planes(exact) == planes
     assert dense.qmm_planes(dataclasses.replace(exact, rows=2**30)) == (planes == 1)
 
@@ -154,11 +183,15 @@ def test_how_many_parts(dtype, tf32, planes):
 @pytest.mark.parametrize(("mode", "scales"), [("affine", "bfloat16"), ("fp8", "float32")])
 def test_scales_multiply_sums(mode, scales):
     """bfloat16 does not hold the weight's values. Planes of few rows are rows; those of more rows
-    lie beside each other. The call packs a weight that is stored as it was."""
+    lie beside each other. The call packs an affine weight that is stored as it was. Blocks as they
+    are stored always multiply sums."""
     w = array(4, 128, 256, dtype=scales if mode == "affine" else "float32")
     stored = jax.eval_shape(lambda w: jgg.quantize(w, mode=mode), w)
-    for q in (stored, jax.eval_shape(jgg.prepack, stored)):
-        f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
+    f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
+    if mode == "fp8":
+        assert calls(f, array(200, 256, dtype="float32"), stored) == [("jgg_qmm_fp8", "600", "bf16")]
+    packed = jax.eval_shape(jgg.prepack, stored)
+    for q in (stored, packed) if mode == "affine" else (packed,):
         assert calls(f, array(20, 256, dtype="float32"), q) == [("jgg_qmm_packed", "60", "bf16")]
         many = array(200, 256, dtype="float32"), q
         assert calls(f, *many) == [("jgg_qmm_packed", "200", "bf16")]

@@ -117,8 +117,9 @@ def test_columns_are_in_order_for_hopper(rng):
         assert planned(x, q)
     assert not planned(x, weight(160), implementation="sm80")
     assert not planned(x, weight(160), implementation=None)  # of a GPU that is not known
-    assert not planned(x.astype("float16"), weight(160))
-    assert not planned(x, weight(160, dtype="float16"))
+    # Scales of another dtype multiply sums.
+    assert planned(x.astype("float16"), weight(160))
+    assert planned(x, weight(160, dtype="float16"))
     assert planned(x.astype("float16"), weight(160, dtype="float16"))
     along_n = functools.partial(planned, jnp.ones((16, 64), "bfloat16"), transpose_w=False)
     assert along_n(weight(160))
