@@ -22,8 +22,8 @@ LINEAR, PACKED, FEW, ANY = (
 DIRECT = "DirectGemmSm90Kernel"
 # The kernel of weights that are quantized along N.
 TRANSPOSED = "TransposedGemmSm90Kernel"
-# Kernels in which scales multiply sums.
-SCALED = "ScaledWeights"
+# Kernels in which scales multiply sums: of prepacked weights, and of lines and few rows.
+SCALED, SCALED_LINES = "ScaledWeights", "ScaledLines"
 
 SIZES = np.array([9, 0, 8], np.int32)
 # What is differentiated beside x.

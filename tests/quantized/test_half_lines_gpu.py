@@ -1,4 +1,4 @@
-"""float16 x with affine weights as they are stored, on Hopper's kernels of lines."""
+"""float16 x with weights as they are stored, on Hopper's kernels of lines."""
 
 import dataclasses
 
@@ -8,7 +8,14 @@ import numpy as np
 import oracle
 import pytest
 from device_runs import needs_hopper, run
-from qmm_problems import ANY, LINEAR, PACKED
+from qmm_problems import (
+    ANY,
+    BYTE_SCALES,
+    LINEAR,
+    PACKED,
+    assert_values,
+    every_scale_and_code,
+)
 
 import jax_groupgemm as jgg
 from jax_groupgemm._quantized.codes import pack
@@ -51,6 +58,35 @@ def test_values(rng, bits, n, columns, group, sizes):
     oracle.assert_close(out[:-3], want, k=k, tolerance=NEAR * max(1, k / 512) ** 0.5)
     oracle.assert_close(gated[:-3], gate / (1 + np.exp(-gate)) * value, tolerance=1.5e-5)
     assert not np.asarray(out)[-3:].any()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("n", "k"), [(384, 1152), (100, 352)])
+@pytest.mark.parametrize("mode", BYTE_SCALES)
+def test_values_beside_bytes(rng, mode, n, k, sizes):
+    sizes, (bits, group) = np.array(SIZES[sizes]), BYTE_SCALES[mode]
+    q = oracle.random_quantized(rng, (8, n, k), mode, bits, group)
+    x = oracle.random(rng, (sizes.sum() + 3, k), "float16").at[-3:].set(jnp.nan)
+    f = jax.jit(lambda x, q: (product(x, q, sizes), product(x, q, sizes, activation="swiglu")))
+    (out, gated), kernels = run(f, x, q)
+    assert sum(LINEAR in name for name in kernels) == 2, kernels
+    want = oracle.grouped_qmm(x[:-3], q, sizes)
+    gate, value = np.split(want, 2, axis=1)
+    oracle.assert_close(out[:-3], want, k=k)
+    oracle.assert_close(gated[:-3], gate / (1 + np.exp(-gate)) * value, tolerance=1.5e-5)
+    assert not np.asarray(out)[-3:].any()
+
+
+@pytest.mark.parametrize("rows", [8, 32, 64, 256])
+@pytest.mark.parametrize("mode", BYTE_SCALES)
+def test_every_scale_and_code(mode, rows):
+    """As ``dequantize`` rounds them. NaN stays in its column."""
+    q = every_scale_and_code(mode, 320)
+    many = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (256 // rows, *leaf.shape)), q)
+    f = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, jnp.full(256 // rows, rows)))
+    out, kernels = run(f, jnp.eye(256, 320, dtype="float16"), many)
+    assert sum(LINEAR in name for name in kernels) == 1, kernels
+    assert_values(out.T, oracle.dequantize(q, "float16"))
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -90,7 +90,12 @@ def test_scales_that_multiply_sums_have_no_options():
     w = array(4, 128, 256, dtype="float32")
     q = jax.eval_shape(lambda w: jgg.quantize(w, contract=-1), w)
     f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES), activation="silu")
-    text = jax.jit(f).trace(array(20, 256, dtype="bfloat16"), q).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(f)
+        .trace(array(20, 256, dtype="bfloat16"), q)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     (call,) = re.findall(r"custom_call @jgg_qmm\(.*", text)
     assert 'way = "scaled"' in call
     assert "silu" not in call
@@ -189,7 +194,9 @@ def test_scales_multiply_sums(mode, scales):
     stored = jax.eval_shape(lambda w: jgg.quantize(w, mode=mode), w)
     f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
     if mode == "fp8":
-        assert calls(f, array(200, 256, dtype="float32"), stored) == [("jgg_qmm_fp8", "600", "bf16")]
+        assert calls(f, array(200, 256, dtype="float32"), stored) == [
+            ("jgg_qmm_fp8", "600", "bf16")
+        ]
     packed = jax.eval_shape(jgg.prepack, stored)
     for q in (stored, packed) if mode == "affine" else (packed,):
         assert calls(f, array(20, 256, dtype="float32"), q) == [("jgg_qmm_packed", "60", "bf16")]

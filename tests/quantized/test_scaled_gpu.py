@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from device_runs import needs_hopper, run
-from qmm_problems import SCALED
+from qmm_problems import LINEAR, SCALED, SCALED_LINES
 
 import jax_groupgemm as jgg
 
@@ -39,7 +39,10 @@ def exact(x, q, sizes):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
 def test_values(rng, mode, bits, group, sizes):
-    """Prepacked, with bfloat16 and with float16 scales, and as stored, which a call packs."""
+    """Prepacked, with bfloat16 and with float16 scales, and as stored: blocks, and few rows in
+    groups of 32 and more, have kernels of lines, and for others a call packs."""
+    as_stored = LINEAR if mode == "fp8" else SCALED_LINES
+    lines = mode == "fp8" or (sizes == "one" and group > 16)
     sizes = np.array(SIZES[sizes])
     n, k = 320, 9 * (128 if group == 128 else 64)
     q = weight(rng, mode, bits, group, len(sizes), n, k)
@@ -49,7 +52,8 @@ def test_values(rng, mode, bits, group, sizes):
     x = oracle.random(rng, (sizes.sum() + 3, k), "float32")
     f = lambda x, *weights: [jgg.grouped_qmm(x, w, jnp.asarray(sizes)) for w in weights]
     found, kernels = run(jax.jit(f), x, *weights)
-    assert sum(SCALED in name for name in kernels) == len(weights), kernels
+    assert sum(SCALED in name for name in kernels) == len(weights) - lines, kernels
+    assert sum(as_stored in name for name in kernels) == lines, kernels
     want = oracle.grouped_qmm(x[:-3], q, sizes)
     for out in found:
         assert out.dtype == jnp.float32
@@ -62,8 +66,8 @@ def test_values(rng, mode, bits, group, sizes):
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_float32_scales(rng, bits, group, x_dtype, sizes):
-    """Every group size beside every x, prepacked and as stored. Few 16-bit rows of a weight as
-    stored have the generic kernels."""
+    """Every group size beside every x, prepacked and as stored. Of a weight as stored in groups of
+    16 few 16-bit rows have the generic kernels."""
     sizes = np.array(SIZES[sizes])
     k = 5 * (128 if group == 128 else 64)
     q = weight(rng, "affine", bits, group, len(sizes), 192, k, "float32")
@@ -71,8 +75,8 @@ def test_float32_scales(rng, bits, group, x_dtype, sizes):
     f = lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(sizes), preferred_element_type="float32")
     for w in (jgg.prepack(q), q):
         out, kernels = run(jax.jit(f), x, w)
-        scaled = any(SCALED in name for name in kernels)
-        assert scaled or w is q, kernels
+        scaled = any(SCALED in name or SCALED_LINES in name for name in kernels)
+        assert scaled or (w is q and group == 16), kernels
         want = exact if scaled else oracle.grouped_qmm
         oracle.assert_close(out[:-1], want(x[:-1], q, sizes), k=k)
 
@@ -109,19 +113,42 @@ def test_two_planes(rng, precision, sizes):
     oracle.assert_close(out, exact(x, q, sizes), k=704, tolerance=tolerance)
 
 
-def test_parts_of_k(rng):
+@pytest.mark.parametrize("kernel", [SCALED, SCALED_LINES])
+def test_parts_of_k(rng, kernel):
     """Few tiles of a long K: two blocks share it out."""
     q = weight(rng, "affine", 4, 64, 2, 192, 4160 + 64)
     x = oracle.random(rng, (5, 4224), "float32")
     f = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, jnp.array([2, 3])))
-    out, kernels = run(f, x, jgg.prepack(q))
-    assert sum(SCALED in name for name in kernels) == 1
+    out, kernels = run(f, x, q if kernel == SCALED_LINES else jgg.prepack(q))
+    assert sum(kernel in name for name in kernels) == 1
     oracle.assert_close(out, oracle.grouped_qmm(x, q, [2, 3]), k=4224)
 
 
-@pytest.mark.parametrize("sizes", ["rows", "more"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize(("rows", "x_dtype"), [(4, "float32"), (8, "float16"), (8, "bfloat16")])
+def test_lines_of_few_rows(rng, rows, x_dtype, bits):
+    """Tiles that are full, empty groups, N and K that tiles do not divide, an offset, rows whose
+    groups are elsewhere, and the same bits each time."""
+    sizes = np.array([rows, 0, 1, 2 * rows, 3, 0, rows - 1, 1])
+    n, k = 200, 384 if bits % 2 else 320
+    q = weight(rng, "affine", bits, 32 if bits == 4 else 64, 5, n, k, "float32")
+    x = oracle.random(rng, (sizes.sum() + 2, k), x_dtype)
+    f = jax.jit(lambda x, q: jgg.grouped_qmm(
+        x, q, jnp.asarray(sizes), group_offset=jnp.int32(2), preferred_element_type="float32"
+    ))  # fmt: skip
+    out, kernels = run(f, x, q)
+    assert sum(SCALED_LINES in name for name in kernels) == 1, kernels
+    begin, end = sizes[:2].sum(), sizes[:7].sum()
+    oracle.assert_close(out[begin:end], exact(x[begin:end], q, sizes[2:7]), k=k)
+    assert not np.asarray(out)[:begin].any()
+    assert not np.asarray(out)[end:].any()
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(f(x, q)), np.asarray(out))
+
+
+@pytest.mark.parametrize(("sizes", "packs"), [("rows", True), ("more", True), ("one", False)])
 @pytest.mark.parametrize("mode", ["affine", "fp8"])
-def test_nan_stays_in_its_row_and_column(rng, mode, sizes):
+def test_nan_stays_in_its_row_and_column(rng, mode, sizes, packs):
     sizes = np.array(SIZES[sizes])
     q = weight(rng, mode, 8, {"affine": 64, "fp8": 128}[mode], len(sizes), 128, 512)
     at = (3, 70 // (128 if mode == "fp8" else 1), 1)
@@ -130,9 +157,8 @@ def test_nan_stays_in_its_row_and_column(rng, mode, sizes):
         group_size=q.group_size, block=q.block,
     )  # fmt: skip
     x = oracle.random(rng, (sizes.sum(), 512), "float32").at[5, 3].set(jnp.nan)
-    out = np.asarray(jax.jit(lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(sizes)))(
-        x, jgg.prepack(q)
-    ))  # fmt: skip
+    f = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(sizes)))
+    out = np.asarray(f(x, jgg.prepack(q) if packs else q))
     nan = np.zeros(out.shape, bool)
     nan[5] = True
     rows = slice(sizes[:3].sum(), sizes[:4].sum())
