@@ -27,7 +27,7 @@ def program():
 
 @host_program.needs_compiler
 def test_handlers_have_a_kernel_for_every_plan(program):
-    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 32 * 10 + 8 * 7)
+    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 32 * 10 + 8 * 7 + 6 * 4)
     assert program.problem() == b""
 
 
@@ -183,10 +183,14 @@ AFFINE, FP8, MXFP8 = (host_program.mode_number(mode) for mode in ("affine", "fp8
 )  # fmt: skip
 def test_plans_of_weights_that_are_not_rounded(program, mode, tile, planes, transposed, half, has):
     why = f"no kernel follows the plan: way 'scaled', tile {tile}, parts 1"
-    found = program.of_scaled(mode, tile, planes, bool(transposed), bool(half)).decode()
+    found = program.of_scaled(mode, tile, planes, bool(transposed), bool(half), True).decode()
     assert found == ("" if has else why)
-    refused = program.of_scaled(MXFP8, tile, planes, bool(transposed), bool(half)).decode()
+    refused = program.of_scaled(MXFP8, tile, planes, bool(transposed), bool(half), True).decode()
     assert refused == "scales are no floats"
+    # Lines have a kernel for few rows, of affine weights.
+    lines = mode == AFFINE and (tile, planes, transposed, half) == (8, 1, 0, 0)
+    found = program.of_scaled(mode, tile, planes, bool(transposed), bool(half), False).decode()
+    assert found == ("" if lines else why)
 
 
 def array(*shape, dtype="bfloat16"):

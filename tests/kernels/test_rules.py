@@ -116,6 +116,9 @@ def test_qmm(rules, bits):
     assert problem(**half, has_options=True) is None
     assert problem(**half, transpose_w=False) is None
     assert problem(**half, transpose_w=False, has_options=True) == along_n
+    scaled = {"scaled": True, "bfloat16_scales": False}
+    assert problem(**scaled) is None
+    assert problem(**scaled, has_options=True) == "scales multiply sums, which has no options"
 
 
 def test_packed_weights_on_every_gpu(rules):

@@ -48,11 +48,12 @@ static void OfQmm(int64_t rows, int64_t segments, int64_t k, int64_t n, int bits
   for (const FormatFacts& format : kFormats) {
     QmmSizes qmm{64 * k, 64 * n, (bits & 1) != 0, (bits & 2) != 0};
     qmm.transposed = !qmm.gated && (bits & 8) != 0;
-    // Lines of exact values have no float16 x there.
-    qmm.half = (bits & 16) != 0 && (qmm.packed || !qmm.transposed || HasScaled(format));
+    qmm.half = (bits & 16) != 0;
     const QmmRows of{rows + (bits == 7), rows, segments, (bits & 4) != 0, bits == 6};
     Note(PlanQmmProblem(PlanQmmSm90(format, qmm, of), format, qmm, of));
-    if (!HasScaled(format) || !qmm.packed || qmm.gated || qmm.half) continue;
+    if (!HasScaled(format) || qmm.gated || qmm.half) continue;
+    const bool lines = format.scale == ScaleType::kScaleAndBias && !qmm.transposed;
+    if (!qmm.packed && !lines) continue;
     // Few rows come as they are, or as rows for each plane.
     for (int planes : {1, kMostScaledPlanes}) {
       qmm.scaled = planes;
@@ -115,9 +116,10 @@ extern "C" const char* of_blocks(int tile, bool gated, bool transposed, bool hal
 }
 
 // ... that is not rounded, with x in so many planes.
-extern "C" const char* of_scaled(int mode, int tile, int planes, bool transposed, bool half) {
+extern "C" const char* of_scaled(int mode, int tile, int planes, bool transposed, bool half,
+                                 bool packed) {
   const FormatFacts& format = FactsOf(static_cast<Mode>(mode), mode == 0 ? 4 : 8);
-  QmmSizes qmm{512, 512, false, true, transposed, half};
+  QmmSizes qmm{512, 512, false, packed, transposed, half};
   qmm.scaled = planes;
   last = PlanQmmProblem({QmmWay::kScaled, tile}, format, qmm, {12, 12, 4}).value_or("");
   return last.c_str();
