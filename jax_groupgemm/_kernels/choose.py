@@ -37,10 +37,11 @@ COMPARE_UP_TO = 512
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-# ... of x beside lines that no kernel of Hopper takes, and beside those whose scales multiply sums
-# of float32 rows. Measured on an H200, as the next three (docs/lab).
-_REPACK_HALF_FROM_ROWS, _REPACK_SUMS_FROM_ROWS = 1, 5
-# ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
+# ... of x beside lines that no kernel of Hopper takes. Measured on an H200, as the next three
+# (docs/lab).
+_REPACK_HALF_FROM_ROWS = 1
+# ... beside lines whose scales multiply sums, and of 16-bit x beside groups of 16, which the generic
+# kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
 # ... of 16-bit x and a weight of few bits that is quantized along N.
 _REPACK_TRANSPOSED_FROM_ROWS = 512
@@ -229,7 +230,7 @@ def _repack_from(p: Qmm) -> int:
         if as_stored_sm90(p):
             return _REPACK_HALF_FROM_ROWS
         if dense.qmm_scaled(p, packed=False):
-            return _REPACK_SUMS_FROM_ROWS
+            return _REPACK_SCALED_FROM_ROWS
     return _REPACK_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
 
 

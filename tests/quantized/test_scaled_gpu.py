@@ -42,7 +42,7 @@ def test_values(rng, mode, bits, group, sizes):
     """Prepacked, with bfloat16 and with float16 scales, and as stored: blocks, and few rows in
     groups of 32 and more, have kernels of lines, and for others a call packs."""
     as_stored = LINEAR if mode == "fp8" else SCALED_LINES
-    lines = mode == "fp8" or (sizes == "one" and group > 16)
+    lines = mode == "fp8" or (sizes in ("one", "rows") and group > 16)
     sizes = np.array(SIZES[sizes])
     n, k = 320, 9 * (128 if group == 128 else 64)
     q = weight(rng, mode, bits, group, len(sizes), n, k)
@@ -146,7 +146,7 @@ def test_lines_of_few_rows(rng, rows, x_dtype, bits):
         np.testing.assert_array_equal(np.asarray(f(x, q)), np.asarray(out))
 
 
-@pytest.mark.parametrize(("sizes", "packs"), [("rows", True), ("more", True), ("one", False)])
+@pytest.mark.parametrize(("sizes", "packs"), [("rows", True), ("more", True), ("rows", False)])
 @pytest.mark.parametrize("mode", ["affine", "fp8"])
 def test_nan_stays_in_its_row_and_column(rng, mode, sizes, packs):
     sizes = np.array(SIZES[sizes])
