@@ -40,8 +40,8 @@ _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 # ... of x beside lines that no kernel of Hopper takes. Measured on an H200, as the next three
 # (docs/lab).
 _REPACK_HALF_FROM_ROWS = 1
-# ... beside lines whose scales multiply sums, and of 16-bit x beside groups of 16, which the generic
-# kernel of few rows takes.
+# ... beside lines whose scales multiply sums, and of 16-bit x beside groups of 16, which the
+# generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
 # ... of 16-bit x and a weight of few bits that is quantized along N.
 _REPACK_TRANSPOSED_FROM_ROWS = 512

@@ -105,23 +105,25 @@ extern "C" int scaled_lines(const Problem* problem, int bits) {
   });
 }
 
-// Units of 32 codes of a line as float16, times what sums are multiplied by. A unit has a scale, or
-// two.
-template <Mode kMode, int kBits>
+// Units of 32 codes of a line as float16, times what sums are multiplied by, the shorter way where
+// scales are small. A unit has a scale, or two.
+template <Mode kMode, int kBits, bool kSmall = false>
 static void DecodeHalves(const uint32_t* codes, const uint8_t* scales, long units, uint16_t* out) {
   using Codes = device::LineCodes<kMode, kBits>;
   using device::ScaleRange;
+  constexpr ScaleRange kRange = kSmall ? ScaleRange::kSmall : ScaleRange::kAny;
   constexpr int kWords = kBits / 2, kApart = 16 / kBits, kScales = Codes::kBlockScales;
   for (long unit = 0; unit < units; ++unit) {
     typename Codes::Loaded loaded = {};
     std::memcpy(loaded, scales + unit * kScales, kScales);
-    const uint32_t both = Codes::template HalfWord<ScaleRange::kAny>(loaded);
+    if (kSmall && (Codes::NotSmallHalves(loaded) & Codes::kNotSmall) != 0) continue;
+    const uint32_t both = Codes::template HalfWord<kRange>(loaded);
     for (int half = 0; half < 2; ++half) {
       uint32_t words[kWords];
       std::memcpy(words, codes + unit * kBits + half * kWords, sizeof(words));
       const uint32_t word = Codes::template OfHalf<true>(both, half, words);
       for (int p = 0; p < 8; ++p) {
-        const uint32_t pair = Codes::template HalfPairOf<ScaleRange::kAny>(words, p, word);
+        const uint32_t pair = Codes::template HalfPairOf<kRange>(words, p, word);
         uint16_t* to = out + unit * 32 + half * 16 + p / kApart * 2 * kApart + p % kApart;
         to[0] = static_cast<uint16_t>(pair), to[kApart] = static_cast<uint16_t>(pair >> 16);
       }
@@ -130,9 +132,12 @@ static void DecodeHalves(const uint32_t* codes, const uint8_t* scales, long unit
 }
 
 extern "C" float halves_of_lines(int mode, const uint32_t* codes, const uint8_t* scales, long units,
-                                 uint16_t* out) {
+                                 uint16_t* out, uint16_t* small) {
   switch (static_cast<Mode>(mode)) {
-    case Mode::kMxfp4: DecodeHalves<Mode::kMxfp4, 4>(codes, scales, units, out); return 1;
+    case Mode::kMxfp4:
+      DecodeHalves<Mode::kMxfp4, 4>(codes, scales, units, out);
+      DecodeHalves<Mode::kMxfp4, 4, true>(codes, scales, units, small);
+      return 1;
     case Mode::kMxfp8: DecodeHalves<Mode::kMxfp8, 8>(codes, scales, units, out); return 1;
     case Mode::kNvfp4: DecodeHalves<Mode::kNvfp4, 4>(codes, scales, units, out); break;
     default: return 0;

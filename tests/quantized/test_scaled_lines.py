@@ -86,10 +86,15 @@ def test_lines_in_float16(rng, mode):
     codes = np.ascontiguousarray(np.asarray(q.weight).reshape(-1, q.bits), np.uint32)
     scales = np.ascontiguousarray(q.scales)
     out = np.empty((len(codes), 32), np.float16)
+    small = np.full(out.shape, np.inf, np.float16)
     halves = host_program.build_kernels("scaled_lines").halves_of_lines
     halves.restype = ctypes.c_float
     unit = halves(
-        mode_number(mode), pointer(codes), pointer(scales), ctypes.c_long(len(codes)), pointer(out)
-    )
+        mode_number(mode), pointer(codes), pointer(scales), ctypes.c_long(len(codes)), pointer(out),
+        pointer(small),
+    )  # fmt: skip
     want = np.asarray(jgg.dequantize(q, "float16")).reshape(-1, 32)
     np.testing.assert_array_equal(out.astype(np.float32) * unit, want.astype(np.float32))
+    taken = np.isfinite(small).all(1)
+    np.testing.assert_array_equal(small[taken], want[taken])
+    assert taken.sum() == (16 * 29 if mode == "mxfp4" else 0)  # scales from 2^-28 to 1

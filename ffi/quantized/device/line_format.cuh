@@ -48,8 +48,8 @@ __device__ bool HasNaN(const uint32_t (&codes)[kWords]) {
 //                    it is not small; a word that stands for it
 //   OfHalf           that word for half of the codes
 //   PairOf           pair p of 16, with that word
-//   HalfWord, HalfPairOf   the same in float16, beside float16 scales and biases, where there are
-//                    floats; kHalfUnit is kUnit there
+//   HalfWord, HalfPairOf, NotSmallHalves   the same in float16, beside float16 scales and biases,
+//                    where there are floats; kHalfUnit is kUnit there
 template <Mode kMode, int kBits>
 struct LineCodes;
 
@@ -67,7 +67,7 @@ struct LineCodesBase {
   // WGMMA: whether scales may multiply sums of 128 k.
   static constexpr bool kScalesSums = false;
   // WGMMA: whether scales may be kSmall, and what sums are of then.
-  static constexpr bool kHasSmall = false;
+  static constexpr bool kHasSmall = false, kHasSmallHalves = false;
   static constexpr float kSmallFactor = 1.0f;
 
   __device__ static void Check(const uint32_t (&)[kBits], LineScales&) {}
@@ -77,6 +77,7 @@ struct LineCodesBase {
 
   static constexpr uint32_t kNotSmall = kHasBiases ? kHighest : kHighestOfBytes;
   __device__ static uint32_t NotSmall(Loaded& loaded) { return loaded[0]; }
+  __device__ static uint32_t NotSmallHalves(const Loaded&) { return 0; }
 
   template <ScaleRange kRange>
   __device__ static uint32_t HalfWord(const Loaded& loaded) {

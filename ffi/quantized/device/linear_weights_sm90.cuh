@@ -30,7 +30,7 @@ struct LinearWeights {
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false, kHasXSums = false;  // scaled_lines_sm90.cuh
   static constexpr bool kScalesSums = Codes::kScalesSums;
-  static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
+  static constexpr bool kHasSmall = kHalf ? Codes::kHasSmallHalves : Codes::kHasSmall;
   static constexpr float kFactor = kHalf ? Codes::kHalfUnit : Codes::kUnit;
   static constexpr float kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
@@ -174,7 +174,10 @@ struct LinearWeights {
     __device__ bool AllSmall(const char*) {
       uint32_t bits = 0;
 #pragma unroll
-      for (int i = 0; i < 2 * kAhead; ++i) bits |= Codes::NotSmall(next_[i / 2][i % 2]);
+      for (int i = 0; i < 2 * kAhead; ++i) {
+        auto& loaded = next_[i / 2][i % 2];
+        bits |= kHalf ? Codes::NotSmallHalves(loaded) : Codes::NotSmall(loaded);
+      }
       return __all_sync(~0u, (bits & Codes::kNotSmall) == 0);
     }
 

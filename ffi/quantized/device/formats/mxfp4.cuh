@@ -70,14 +70,26 @@ struct LineCodes<Mode::kMxfp4, 4> : MxLineCodes<Mode::kMxfp4, 4, 126> {
     return MultiplyMxfp4<kRange>(E2M1Of(codes, p), word);
   }
 
-  template <ScaleRange>
-  __device__ static uint32_t HalfWord(const Loaded& loaded) {
-    return HalfFactors<14>(loaded[0]);
+  // 2^14 times a scale from 2^-28 to 1 is a float16.
+  static constexpr bool kHasSmallHalves = true;
+  static constexpr uint32_t kLeastHalf = 99;
+  __device__ static uint32_t NotSmallHalves(const Loaded& loaded) {
+    return loaded[0] | (~(loaded[0] + (0x80 - kLeastHalf)) & 0x80);
   }
 
-  template <ScaleRange>
+  template <ScaleRange kRange>
+  __device__ static uint32_t HalfWord(const Loaded& loaded) {
+    if constexpr (kRange == ScaleRange::kSmall) {
+      return (loaded[0] - (kLeastHalf - 1)) * 0x04000400;
+    } else {
+      return HalfFactors<14>(loaded[0]);
+    }
+  }
+
+  template <ScaleRange kRange>
   __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
-    return TimesFactors(E2M1HalvesOf(codes, p), word);
+    const uint32_t pair = E2M1HalvesOf(codes, p);
+    return kRange == ScaleRange::kSmall ? TimesHalves(pair, word) : TimesFactors(pair, word);
   }
 };
 
