@@ -487,6 +487,19 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             "6144, more with less than 8 tokens and k",
         ),
     ),
+    "some_tokens": (
+        Kernel(
+            "sm90", "jgg_moe_some_tokens", rows.takes_some, pays=rows.some_pay,
+            needs="bfloat16, prepacked weights; a gated activation, no biases; up to 1024 pairs of "
+            "token and expert, 32 of a token; few rows of an expert",
+        ),
+        Kernel(
+            "sm90", "jgg_moe_some_dense", rows.takes_some_dense, pays=rows.some_pay,
+            needs="bfloat16, float16, weights that are arrays; a gated activation, no biases; up "
+            "to 1024 pairs of token and expert, 32 of a token; D % 8 == 0, F % 8 == 0; few rows "
+            "of an expert",
+        ),
+    ),
     "router": (
         Kernel(
             "sm90", "jgg_moe_router", rows.chooses_for, pays=rows.choosing_for_pays,

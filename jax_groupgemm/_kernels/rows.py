@@ -96,6 +96,48 @@ def few_dense_pays(p: Moe) -> bool:
     return p.pairs * p.matrix <= 3 * 2**25
 
 
+def takes_some(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if not p.packed:
+        return "needs prepacked weights"
+    if p.dtypes != ("bfloat16",):
+        return "needs bfloat16 x"
+    for mode, group_size in p.formats:
+        if why := dense.groups_sm90(mode, group_size):
+            return why
+    return _takes_some(p)
+
+
+def takes_some_dense(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if not p.dense:
+        return "needs weights that are arrays"
+    if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
+        return f"needs {' or '.join(HALVES)} alike"
+    return _takes_some(p)
+
+
+def _takes_some(p: Moe) -> str | None:
+    if why := dense.unknown_activation(p.activation):
+        return why
+    if not p.gated:
+        return "needs a gated activation"
+    if p.biased:
+        return "needs products without biases"
+    if p.out_dtype not in (p.dtypes[0], "float32"):
+        return f"rows are {p.dtypes[0]}, the result is {p.out_dtype}"
+    return extension.rules().moe_some_tokens_problem(
+        pairs=p.pairs, choices=p.choices, d=p.d, f=p.f
+    )
+
+
+def some_pay(p: Moe) -> bool:
+    """More rows of an expert are faster by list, or in larger tiles that wait for each other."""
+    return p.pairs <= 16 * p.experts
+
+
 def differentiates(p: Rows) -> str | None:
     if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(HALVES)} alike"
