@@ -24,7 +24,6 @@ static GemmSm90 MakeCommon(const ProductSm90& product) {
   gemm.rows_y = static_cast<int>(product.rows_y);
   gemm.n = static_cast<int>(product.n);
   gemm.groups = static_cast<int>(product.groups);
-  gemm.early = product.early;
   return gemm;
 }
 

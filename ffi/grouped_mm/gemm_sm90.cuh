@@ -198,8 +198,7 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm, const Par
                             Prepare prepare) {
   constexpr int kBytes = sizeof(typename Config::SharedMemory);
   static_assert(kBytes <= 227 * 1024);
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchAttribute& cluster = attributes[0];
+  cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   const int blocks = Config::kCluster * gemm.parts;
   cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
@@ -207,7 +206,7 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm, const Par
   launch.blockDim = Config::kThreads;
   launch.dynamicSmemBytes = kBytes;
   launch.stream = stream;
-  launch.attrs = attributes;
+  launch.attrs = &cluster;
   launch.numAttrs = 1;
 
   // Clusters that fit the device, asked once per device and size.
@@ -233,11 +232,6 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm, const Par
   if (tiles == 0) return cudaSuccess;
   prepare(tiles, clusters);
   launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters) * blocks);
-  if (gemm.early != Early::kNo) {
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    launch.numAttrs = 2;
-  }
   return cudaLaunchKernelEx(&launch, kernel, parameters);
 }
 

@@ -23,14 +23,6 @@ constexpr int kMostBalancedClusters = 72;  // pairs of a GPU's multiprocessors
 constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000;
 constexpr int kMostParts = 2;  // of a tile's k
 
-// Whether a kernel may begin before the one before it in the stream has ended
-// (common/launch_early.h), and what it reads then.
-enum class Early {
-  kNo,
-  kWaits,      // it waits before it reads anything
-  kKnowsSizes  // sizes and weights are there; it waits before it reads x
-};
-
 // A product, as a handler describes it. The launch makes a GemmSm90 of it, and adds what depends on
 // the tile: tensor maps, and how results are stored.
 struct ProductSm90 {
@@ -41,7 +33,6 @@ struct ProductSm90 {
   int64_t out_line;        // elements from one row of the result to the next
   int64_t rows_x, rows_y;  // mm: of x and the result; wgrad: of x and y
   int64_t n, groups;       // columns of w, or of y; weights, or matrices of the result
-  Early early = Early::kNo;
 };
 
 struct MmSm90 {
@@ -102,7 +93,6 @@ struct GemmSm90 {
   int m, n, k;         // wgrad: m x n per matrix; mm: n columns (of w), k
   int groups;          // weights
   int parts = 1;       // qmm of few rows: blocks that share out a tile's k
-  Early early = Early::kNo;
 };
 
 // L and R in memory. box_lines is set when the tile is known. Planes follow each other within a

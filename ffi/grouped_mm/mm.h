@@ -66,7 +66,6 @@ struct MmArgs {
   bool in_order;  // the segments' rows in the result are ascending and disjoint
   RowList x_list, y_list;
   Epilogue epilogue;
-  bool early = false;         // sm90 begins before the kernel before it has ended
   void* workspace = nullptr;  // of sm100
   int64_t workspace_bytes = 0;
 

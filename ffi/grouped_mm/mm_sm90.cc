@@ -62,7 +62,6 @@ static GemmSm90 MakeGemm(const MmArgs& args) {
   mm.product.rows_y = args.rows_y;
   mm.product.n = args.n;
   mm.product.groups = args.groups;
-  if (args.early) mm.product.early = Early::kWaits;
   mm.k = args.k;
   return MakeGemmSm90(mm);
 }

@@ -1,6 +1,5 @@
 // CUDA handlers of some tokens' experts on Hopper: bind, check, launch. Rows are sorted by expert,
-// multiplied twice and added up by four kernels, each of which begins before the one before it has
-// ended.
+// multiplied twice and added up, by four kernels.
 #include <string>
 
 #include "common/arch.h"
@@ -8,14 +7,14 @@
 #include "grouped_mm/mm_sm90.h"
 #include "handlers.h"
 #include "moe/few_tokens_bind.h"
+#include "moe/rows_sm80.h"
 #include "moe/rules.h"
-#include "moe/some_rows_sm90.h"
 #include "quantized/gemm_sm90.h"
 #include "quantized/packed_bind.h"
 #include "quantized/qmm_bind.h"
 
-// "some_tokens", "some_dense": the activation between the products, whether K is the weights' last axis, and
-// which optional operand is there.
+// "some_tokens", "some_dense": the activation between the products, whether K is the weights' last
+// axis, and which optional operand is there.
 JGG_ATTRIBUTES(SomeTokensAttrs,                 //
                (std::string_view, activation),  //
                (bool, transpose_w),             //
@@ -106,22 +105,21 @@ Epilogue EpilogueOf(const SomeTokens& some, bool up) {
 // All kernels; product(up or not) launches one of the two products.
 template <typename Product>
 ffi::Error Launch(const char* op, cudaStream_t stream, const SomeTokens& some, Product product) {
-#ifdef JGG_SM90
   const FewTokens& few = some.few;
-  JGG_RETURN_IF_ERROR(FromCuda(op, LaunchSomeRowsSm90(stream, some.rows)));
+  JGG_RETURN_IF_ERROR(FromCuda(op, some_rows_sm80(stream, some.rows)));
   JGG_RETURN_IF_ERROR(FromCuda(op, product(true)));
   JGG_RETURN_IF_ERROR(FromCuda(op, product(false)));
-  const PairRows pairs{nullptr, some.rows.place,          few.tokens,
-                       few.k,   static_cast<int32_t>(some.Pairs()), some.rows.pieces};
-  return FromCuda(op, LaunchSumSomeRowsSm90(stream, {pairs, some.dtype, few.out_dtype, some.y,
-                                                     few.expert_weight, few.out}));
-#endif
-  return FromCuda(op, cudaErrorNoKernelImageForDevice);
+  const PairRows pairs{
+      nullptr,         some.rows.place, few.tokens, few.k, static_cast<int32_t>(some.Pairs()),
+      some.rows.pieces};
+  return FromCuda(op, combine_sm80(stream, {pairs, some.dtype, few.out_dtype, some.y,
+                                            few.expert_weight, few.out}));
 }
 
 }  // namespace
 
-// ---- prepacked weights ---------------------------------------------------------------------------
+// ---- prepacked weights
+// ---------------------------------------------------------------------------
 
 namespace {
 
@@ -158,7 +156,6 @@ ffi::Error BindPackedProduct(const SomeTokens& some, bool up, const ffi::AnyBuff
   product.rows_x = product.rows_y = pairs;
   product.n = n;
   product.groups = few.experts;
-  product.early = up ? Early::kWaits : Early::kKnowsSizes;
   qmm.mm.k = k;
   qmm.scales = scales.untyped_data();
   if (attrs.global_scale) {
@@ -185,13 +182,15 @@ ffi::Error BindPackedProduct(const SomeTokens& some, bool up, const ffi::AnyBuff
 
 }  // namespace
 
-static ffi::Error SomeTokensHandler(
-    cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up, ffi::AnyBuffer up_scales,
-    ffi::AnyBuffer down, ffi::AnyBuffer down_scales, ffi::AnyBuffer index, ffi::AnyBuffer weight,
-    ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> a,
-    ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> y,
-    ffi::Result<ffi::AnyBuffer> place, ffi::Result<ffi::AnyBuffer> sizes, QuantizedAttrs up_attrs,
-    QuantizedAttrs down_attrs, SomeTokensAttrs attrs) {
+static ffi::Error SomeTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up,
+                                    ffi::AnyBuffer up_scales, ffi::AnyBuffer down,
+                                    ffi::AnyBuffer down_scales, ffi::AnyBuffer index,
+                                    ffi::AnyBuffer weight, ffi::RemainingArgs rest,
+                                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> a,
+                                    ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> y,
+                                    ffi::Result<ffi::AnyBuffer> place,
+                                    ffi::Result<ffi::AnyBuffer> sizes, QuantizedAttrs up_attrs,
+                                    QuantizedAttrs down_attrs, SomeTokensAttrs attrs) {
   JGG_RETURN_IF_ERROR(CheckDtype(kPacked, "x", x, ffi::BF16, "bfloat16"));
   JGG_RETURN_IF_ERROR(CheckShape(kPacked, "up", "(E, N/64, K/64, words)", up, {-1, -1, -1, -1}));
   if (!attrs.transpose_w) return InvalidArgument(kPacked, "weights are (E, N, K)");
@@ -201,8 +200,7 @@ static ffi::Error SomeTokensHandler(
                                      {*rows, *a, *y, *place, *sizes}, up.dimensions()[0], attrs,
                                      &operands, &some));
   PackedProduct of_up{}, of_down{};
-  JGG_RETURN_IF_ERROR(
-      BindPackedProduct(some, true, up, up_scales, up_attrs, &operands, &of_up));
+  JGG_RETURN_IF_ERROR(BindPackedProduct(some, true, up, up_scales, up_attrs, &operands, &of_up));
   JGG_RETURN_IF_ERROR(
       BindPackedProduct(some, false, down, down_scales, down_attrs, &operands, &of_down));
   JGG_RETURN_IF_ERROR(operands.End());
@@ -239,7 +237,8 @@ XLA_FFI_DEFINE_HANDLER(kSomeTokens, SomeTokensHandler,
 
 XLA_FFI_Error* JggMoeSomeTokens(XLA_FFI_CallFrame* call_frame) { return kSomeTokens(call_frame); }
 
-// ---- weights of 16 bits --------------------------------------------------------------------------
+// ---- weights of 16 bits
+// --------------------------------------------------------------------------
 
 namespace {
 
@@ -253,9 +252,8 @@ ffi::Error BindDenseProduct(const SomeTokens& some, bool up, const ffi::AnyBuffe
   if (ToDType(w.element_type()) != some.dtype) {
     return InvalidArgument(kDense, "x and weights must have one dtype");
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kDense, up ? "up" : "down",
-                                 transposed ? "(E, N, K)" : "(E, K, N)", w,
-                                 {few.experts, transposed ? n : k, transposed ? k : n}));
+  JGG_RETURN_IF_ERROR(CheckShape(kDense, up ? "up" : "down", transposed ? "(E, N, K)" : "(E, K, N)",
+                                 w, {few.experts, transposed ? n : k, transposed ? k : n}));
   *args = MmArgs{};
   args->x = up ? some.rows.rows : few.a;
   args->w = w.untyped_data();
@@ -274,7 +272,6 @@ ffi::Error BindDenseProduct(const SomeTokens& some, bool up, const ffi::AnyBuffe
   args->metadata = SizesOf(some);
   args->in_order = true;
   args->epilogue = EpilogueOf(some, up);
-  args->early = true;
   JGG_RETURN_IF_ERROR(CheckMm(kDense, args->metadata, pairs, pairs, args->groups, n, k));
   if (auto reason = mm_sm90_unsupported(*args, compute_capability)) {
     return Unimplemented(kDense, *reason);
@@ -285,12 +282,12 @@ ffi::Error BindDenseProduct(const SomeTokens& some, bool up, const ffi::AnyBuffe
 
 }  // namespace
 
-static ffi::Error SomeDenseHandler(
-    cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up, ffi::AnyBuffer down,
-    ffi::AnyBuffer index, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
-    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> a,
-    ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> y,
-    ffi::Result<ffi::AnyBuffer> place, ffi::Result<ffi::AnyBuffer> sizes, SomeTokensAttrs attrs) {
+static ffi::Error SomeDenseHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up,
+                                   ffi::AnyBuffer down, ffi::AnyBuffer index, ffi::AnyBuffer weight,
+                                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                                   ffi::Result<ffi::AnyBuffer> a, ffi::Result<ffi::AnyBuffer> rows,
+                                   ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> place,
+                                   ffi::Result<ffi::AnyBuffer> sizes, SomeTokensAttrs attrs) {
   if (x.element_type() != ffi::BF16 && x.element_type() != ffi::F16) {
     return InvalidArgument(kDense, "x must be bfloat16 or float16");
   }

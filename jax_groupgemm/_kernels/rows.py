@@ -1,4 +1,4 @@
-"""Kernels that multiply nothing: a table of them, and why one of them cannot take a call."""
+"""Kernels that are no products: a table of them, and why one of them cannot take a call."""
 
 from __future__ import annotations
 
@@ -128,9 +128,7 @@ def _takes_some(p: Moe) -> str | None:
         return "needs products without biases"
     if p.out_dtype not in (p.dtypes[0], "float32"):
         return f"rows are {p.dtypes[0]}, the result is {p.out_dtype}"
-    return extension.rules().moe_some_tokens_problem(
-        pairs=p.pairs, choices=p.choices, d=p.d, f=p.f
-    )
+    return extension.rules().moe_some_tokens_problem(pairs=p.pairs, choices=p.choices, d=p.d, f=p.f)
 
 
 def some_pay(p: Moe) -> bool:
@@ -266,8 +264,45 @@ _TABLE = (
 _ON_CPU = {
     op: Kernel("cpu", f"jgg_{op}", converts, unseen=True) for op in ("quantize", "dequantize")
 }
-#: The kernels of each operation that multiplies nothing: see ``choose.KERNELS``.
-KERNELS = {
+# Layers of experts, and their router.
+_LAYERS = {
+    "few_tokens": (
+        Kernel(
+            "sm90", "jgg_moe_few_tokens", takes_few, unseen=True, pays=few_pay,
+            needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token; "
+            "pairs * D * F up to 2^27; D and F up to 12288, more with less than 8 tokens and k",
+        ),
+        Kernel(
+            "sm80", "jgg_moe_few_dense", takes_few_dense, unseen=True,
+            pays=few_dense_pays,
+            needs="bfloat16, float16, weights that are arrays; up to 64 pairs of token and expert, "
+            "8 of a token; pairs * D * F up to 3 * 2^25; D % 8 == 0, F % 8 == 0; D and F up to "
+            "6144, more with less than 8 tokens and k",
+        ),
+    ),
+    "some_tokens": (
+        Kernel(
+            "sm90", "jgg_moe_some_tokens", takes_some, pays=some_pay,
+            needs="bfloat16, prepacked weights; a gated activation, no biases; up to 1024 pairs of "
+            "token and expert, 32 of a token; few rows of an expert",
+        ),
+        Kernel(
+            "sm90", "jgg_moe_some_dense", takes_some_dense, pays=some_pay,
+            needs="bfloat16, float16, weights that are arrays; a gated activation, no biases; up "
+            "to 1024 pairs of token and expert, 32 of a token; D % 8 == 0, F % 8 == 0; few rows "
+            "of an expert",
+        ),
+    ),
+    "router": (
+        Kernel(
+            "sm90", "jgg_moe_router", chooses_for, pays=choosing_for_pays,
+            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 8 tokens, "
+            "512 experts",
+        ),
+    ),
+}  # fmt: skip
+#: The kernels of each operation that is no product: see ``choose.KERNELS``.
+KERNELS = _LAYERS | {
     op: (
         *(
             Kernel("sm80", target, can, unseen=True, needs=needs)

@@ -39,7 +39,9 @@ def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.
     ]
     biases = _biases(weights)
     own = {"activation": products.activation, **_flags(biases)}
-    return call_of_packed("few_tokens", x, weights, pairs, weight, products, biases, own, workspaces)
+    return call_of_packed(
+        "few_tokens", x, weights, pairs, weight, products, biases, own, workspaces
+    )
 
 
 def dense_experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.Array | None:
@@ -48,7 +50,7 @@ def dense_experts(platform: str, x, weights: Weights, pairs, weight, products) -
     index, (up, down) = pairs[0], (of.w for of in weights)
     if products.implementation not in (None, "sm80"):
         return None
-    d, f = x.shape[1], down.shape[2 if products.transpose_w else 1]
+    f = down.shape[2 if products.transpose_w else 1]
     if choose.choose(problem_of_dense("few_tokens", platform, index, products, up, down)) is None:
         return None
     biases = _biases(weights)

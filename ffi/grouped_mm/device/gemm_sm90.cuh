@@ -401,8 +401,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warp = threadIdx.x / 32;
   // Not of the warp whose schedule comes first.
   if (threadIdx.x == 32) InitGemm<Config>(gemm, memory);
-  WaitForPreviousKernel();
-  AllowNextKernel();
   if (warp == 3) PrefetchSizes(gemm);
   if constexpr (Config::kRaggedK) {
     if (gemm.order.ranks) RankMatrices<Config>(gemm, memory.ranked);

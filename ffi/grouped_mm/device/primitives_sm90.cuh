@@ -119,11 +119,6 @@ __device__ inline void PrefetchToL2(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
 }
 
-// Plain bytes, a multiple of 16.
-__device__ inline void PrefetchBytes(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Copies one box into this block's shared memory, or (kMulticast) into the same place of both
 // blocks of a cluster.
 template <bool kMulticast = false>

@@ -223,7 +223,7 @@ struct CombineParams {
 
 // kAtOnce rows are on their way at a time, to kEach pieces of a thread.
 template <DType kOf, DType kOut, int kAtOnce, int kEach>
-__device__ void CombineRows(const CombineParams& p) {
+__global__ void __launch_bounds__(kRowsThreads) CombineKernel(const CombineParams p) {
   constexpr int kCount = Values<kOf>::kCount;
   const PairRows& pairs = p.pairs;
   const Position at(pairs, p.grid);
@@ -267,11 +267,6 @@ __device__ void CombineRows(const CombineParams& p) {
     const int64_t index = int64_t{at.token} * pairs.pieces + piece;
     if (piece < at.end) Values<kOf>::template Store<kOut>(p.out, index, sums[c]);
   }
-}
-
-template <DType kOf, DType kOut, int kAtOnce, int kEach>
-__global__ void __launch_bounds__(kRowsThreads) CombineKernel(const CombineParams p) {
-  CombineRows<kOf, kOut, kAtOnce, kEach>(p);
 }
 
 struct CombineBackwardParams {

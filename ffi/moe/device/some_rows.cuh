@@ -28,7 +28,6 @@ __device__ int CountPairs(const int* experts, int pairs, Count count) {
 __global__ void __launch_bounds__(kSomeThreads) SomeRowsKernel(const SomeRows p) {
   __shared__ int experts[rules::kMostSomePairs];  // of each pair; p.experts where it is not here
   __shared__ int rows[rules::kMostSomeChoices];
-  AllowNextKernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x;
   const int pairs = p.tokens * p.k;
   const uint4* const line = static_cast<const uint4*>(p.x) + int64_t{token} * p.pieces;
@@ -62,13 +61,6 @@ __global__ void __launch_bounds__(kSomeThreads) SomeRowsKernel(const SomeRows p)
       if (rows[j] >= 0) out[int64_t{rows[j]} * p.pieces + piece] = value;
     }
   }
-}
-
-// As CombineKernel, where it may begin before the kernel that writes the rows has ended.
-template <DType kOf, DType kOut>
-__global__ void __launch_bounds__(kRowsThreads) SumSomeRowsKernel(const CombineParams p) {
-  WaitForPreviousKernel();
-  CombineRows<kOf, kOut, 8, 1>(p);
 }
 
 }  // namespace jgg::device

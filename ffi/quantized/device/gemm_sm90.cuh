@@ -35,7 +35,6 @@ struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   static constexpr int kMostPlanes = 1;     // planes of x that a stage has room for
   static constexpr int kMoreBytes = 0;      // of a stage, beside x, codes and scales
   static constexpr bool kAdapters = false;  // it may add a product of low rank: adapter_sm90.cuh
-  static constexpr bool kHalves = false;    // of two blocks of columns: those of W's two halves
 };
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
@@ -51,8 +50,6 @@ struct QuantizedGemmSm90Config : Traits {
   // multiplies and an SM has no other.
   static constexpr bool kCopiesStages =
       kWarps || (kRows <= 64 && (kBlocksPerSm > 1 || Weights::kScaleBytes == 0));
-  // Whether the thread that copies x may be the only one that waits for the kernel before.
-  static constexpr bool kWaitsLate = kCopiesStages && Weights::kWaitsLate;
   // Whether stages may do with ScaleRange::kSmall: gated columns where the unit of sums stays the
   // same.
   static constexpr bool kHasSmall =
@@ -388,11 +385,6 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
         if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums[0]);
       }
       epilogue.Store(work, 64 * group, sums[0]);
-    } else if constexpr (Config::kHalves) {
-      StoreFewRows(gemm, work, 64 * group, sums[0]);
-      Work second = work;
-      second.out += gemm.n / 2;
-      StoreFewRows(gemm, second, 64 * group, sums[1]);
     } else {
       epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }
@@ -414,9 +406,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     Prefetch(Config::kCopiesStages ? &gemm.rest_maps.l[0] : &gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
-  const bool late = Config::kWaitsLate && gemm.early == Early::kKnowsSizes;
-  if (!late) WaitForPreviousKernel();
-  AllowNextKernel();
   if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);
   SyncRings<Config>(gemm.parts);
   if (threadIdx.x < 128) {
@@ -439,7 +428,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1);
   }
   if (Config::kCluster > 1 || (Config::kSharesK && gemm.parts > 1)) ClusterSync();
-  if (late) WaitForPreviousKernel();  // the threads that have not
 }
 
 }  // namespace jgg::device

@@ -60,7 +60,6 @@ struct LinearWeights {
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;
   static constexpr bool kScalesSums = Codes::kScalesSums;
-  static constexpr bool kWaitsLate = false;
   static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;

@@ -19,7 +19,6 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
   static constexpr int kMostRows = 192;         // of a tile, that registers allow, and three stages
   static constexpr bool kTakesAdapters = true;  // beside many rows
   static constexpr bool kScalesSums = false;
-  static constexpr bool kWaitsLate = true;  // CopyStages does, before it copies x
   static constexpr int kBlocksPerSm = rules::kPackedBlocksPerSm;  // where there are few rows
   static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages
   static constexpr bool kAlwaysWarps = FormatTraits<kMode, kBits>::kPackedByWarps;
@@ -84,7 +83,6 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
     const int tiles = gated ? half : quantized.packed.column_tiles;
     const int tile_scales = TileScales(quantized.packed);
     const int64_t block = static_cast<int64_t>(half) * quantized.packed.k_tiles;
-    bool waits = gemm.early == Early::kKnowsSizes;
     Place<Config::kStages> at;
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int column = work.out_column / 64;
@@ -96,15 +94,6 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
           k_tile;
       const char* codes = static_cast<const char*>(quantized.packed.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
-      if (waits) {  // the first tile's weights come to L2 meanwhile
-        for (int i = 0; i < groups * Config::kBlocks; ++i) {
-          const int64_t tile = i / groups * block + i % groups * quantized.packed.k_tiles;
-          PrefetchBytes(codes + tile * kTileCodes, work.slices * kTileCodes);
-          PrefetchBytes(scales + tile * tile_scales, work.slices * tile_scales);
-        }
-        WaitForPreviousKernel();
-        waits = false;
-      }
       const CUtensorMap* l_map = Config::BoxMap(gemm, work.rows);
       const int most_slices = Config::StageSlices(work.rows);
       const int rows_bytes = most_slices * Config::SliceBytes(work.rows);
