@@ -132,7 +132,12 @@ inline Reason MoeFewDenseProblem(int64_t pairs, int64_t choices, int64_t d, int6
 }
 
 // Some tokens' experts: the kernels around the products, and what rows of whole 16 bytes need.
-inline Reason MoeSomeTokensProblem(int64_t pairs, int64_t choices, int64_t d, int64_t f) {
+inline Reason MoeSomeTokensProblem(int64_t pairs, int64_t choices, int64_t experts, int64_t d,
+                                   int64_t f) {
+  if (experts > kMostExperts) {
+    return "needs at most " + std::to_string(kMostExperts) + " experts, got " +
+           std::to_string(experts);
+  }
   if (choices > kMostSomeChoices) {
     return "needs at most " + std::to_string(kMostSomeChoices) + " experts of a token";
   }

@@ -50,7 +50,7 @@ ffi::Error BindSomeTokens(const char* op, const ffi::AnyBuffer& x, const ffi::An
       BindFewTokens(op, x, index, weight, out, handed.a, experts, attrs.activation, &few));
   if (!IsGated(few.activation)) return Unimplemented(op, "needs a gated activation");
   const int64_t pairs = some->Pairs(), d = few.d;
-  if (auto reason = rules::MoeSomeTokensProblem(pairs, few.k, d, few.f)) {
+  if (auto reason = rules::MoeSomeTokensProblem(pairs, few.k, experts, d, few.f)) {
     return Unimplemented(op, *reason);
   }
   JGG_RETURN_IF_ERROR(CheckDtype(op, "rows", handed.rows, dtype, "that of x"));

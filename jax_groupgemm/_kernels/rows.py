@@ -128,7 +128,9 @@ def _takes_some(p: Moe) -> str | None:
         return "needs products without biases"
     if p.out_dtype not in (p.dtypes[0], "float32"):
         return f"rows are {p.dtypes[0]}, the result is {p.out_dtype}"
-    return extension.rules().moe_some_tokens_problem(pairs=p.pairs, choices=p.choices, d=p.d, f=p.f)
+    return extension.rules().moe_some_tokens_problem(
+        pairs=p.pairs, choices=p.choices, experts=p.experts, d=p.d, f=p.f
+    )
 
 
 def some_pay(p: Moe) -> bool:
@@ -284,13 +286,13 @@ _LAYERS = {
         Kernel(
             "sm90", "jgg_moe_some_tokens", takes_some, pays=some_pay,
             needs="bfloat16, prepacked weights; a gated activation, no biases; up to 1024 pairs of "
-            "token and expert, 32 of a token; few rows of an expert",
+            "token and expert, 32 of a token; up to 1024 experts, few rows of each",
         ),
         Kernel(
             "sm90", "jgg_moe_some_dense", takes_some_dense, pays=some_pay,
             needs="bfloat16, float16, weights that are arrays; a gated activation, no biases; up "
-            "to 1024 pairs of token and expert, 32 of a token; D % 8 == 0, F % 8 == 0; few rows "
-            "of an expert",
+            "to 1024 pairs of token and expert, 32 of a token; up to 1024 experts, few rows of "
+            "each; D % 8 == 0, F % 8 == 0",
         ),
     ),
     "router": (

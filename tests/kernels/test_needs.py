@@ -213,7 +213,8 @@ NEEDS = [
         "no biases": {"biased": True},
         "up to 1024 pairs of token and expert": {"pairs": 1025, "experts": 128},
         "32 of a token": {"choices": 33},
-        "few rows of an expert": {"experts": 16},
+        "up to 1024 experts": {"experts": 1025},
+        "few rows of each": {"experts": 16},
     }),
     ("jgg_moe_some_dense sm90", SOME_DENSE, {
         "bfloat16, float16": {"dtypes": (F32,) * 3},
@@ -224,7 +225,8 @@ NEEDS = [
         "32 of a token": {"choices": 33},
         "D % 8 == 0": {"d": 2052},
         "F % 8 == 0": {"f": 772},
-        "few rows of an expert": {"experts": 16},
+        "up to 1024 experts": {"experts": 1025},
+        "few rows of each": {"experts": 16},
     }),
     ("jgg_moe_few_dense sm80", FEW_DENSE, {
         "bfloat16, float16": {"dtypes": (F32,) * 3},

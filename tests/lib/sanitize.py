@@ -460,6 +460,7 @@ PARTS = {
     "fp8_rows": on_hopper(layers.fp8_rows),
     "few_tokens": on_hopper(layers.few_tokens),
     "few_dense": layers.few_dense,
+    "some_tokens": on_hopper(layers.some_tokens),
     "lora": layers.lora,
     "fp8_weights": on_hopper(layers.fp8_weights),
     "adapters": layers.adapters,

@@ -81,7 +81,13 @@ def test_other_gpus(monkeypatch):
 
 def test_why_not():
     problem = extension.rules().moe_some_tokens_problem
-    some = {"pairs": 1024, "choices": 32, "d": 2048, "f": 768}
+    some = {"pairs": 1024, "choices": 32, "experts": 1024, "d": 2048, "f": 768}
     assert problem(**some) is None
-    for more in ({"pairs": 1025}, {"choices": 33}, {"d": 100}, {"f": 100}):
+    for more in (
+        {"pairs": 1025},
+        {"choices": 33},
+        {"experts": 1025},
+        {"d": 100},
+        {"f": 100},
+    ):
         assert problem(**some | more).startswith("needs ")
