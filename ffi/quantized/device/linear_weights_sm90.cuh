@@ -59,7 +59,7 @@ struct LinearWeights {
   static constexpr DType kX = kX_;  // of x, and of floating scales
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;
-  static constexpr bool kScalesSums = Codes::kScalesSums;
+  static constexpr bool kScalesSums = Codes::kScalesSums, kSixteens = false;
   static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
