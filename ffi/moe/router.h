@@ -27,7 +27,7 @@ struct RouterArgs {
 constexpr int kRouterThreads = 512;
 static_assert(kRouterThreads >= rules::kMostRouterExperts / 4);
 // Tokens of a cluster, where there are several.
-constexpr int kRouterTokens = 4;
+constexpr int kRouterTokens = 2;
 
 // Groups of threads that share out d, where w is (d, experts): each thread has 4 experts.
 constexpr int RouterGroups(int threads, int experts) {

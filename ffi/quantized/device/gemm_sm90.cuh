@@ -36,8 +36,6 @@ struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   static constexpr int kMoreBytes = 0;      // of a stage, beside x, codes and scales
   static constexpr bool kAdapters = false;  // it may add a product of low rank: adapter_sm90.cuh
   static constexpr bool kHalves = false;    // two blocks of columns are of W's two halves
-  // The most slices of a stage where warps multiply at most 16 rows.
-  static constexpr int kFewRowsSlices = Weights::kFewRowsSlices;
 };
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
@@ -64,7 +62,7 @@ struct QuantizedGemmSm90Config : Traits {
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 96;
   static constexpr int kThreads = 384, kWorks = 4;
   // The most slices of a stage: two, or, where warps multiply at most 16 rows, more.
-  static constexpr int kSlices = kWarps ? Traits::kFewRowsSlices : 2;
+  static constexpr int kSlices = kWarps ? Weights::kFewRowsSlices : 2;
   static constexpr int kChunkL = kRows < 32 ? kRows : kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunksL = kRows / kChunkL;
   static constexpr int kRowsBytes =  // of x
