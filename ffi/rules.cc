@@ -338,6 +338,9 @@ void DefineRules(nb::module_& m) {
         "of a token; whether weights are prepacked.");
   m.def("moe_few_dense_problem", &rules::MoeFewDenseProblem, nb::kw_only(), "pairs"_a, "choices"_a,
         "d"_a, "f"_a, "Likewise with weights of 16 bits.");
+  m.def("moe_some_tokens_problem", &rules::MoeSomeTokensProblem, nb::kw_only(), "pairs"_a,
+        "choices"_a, "experts"_a, "d"_a, "f"_a,
+        "Why the kernels of some tokens' experts cannot take so many pairs, or so long rows.");
 }
 
 }  // namespace jgg

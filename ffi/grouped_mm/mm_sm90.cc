@@ -47,6 +47,10 @@ std::optional<std::string> mm_sm90_plan_problem(const MmArgs& args) {
   return rules::PlanMmProblem(args.plan, DescribeShape(args), DescribeRows(args));
 }
 
+rules::PlanSm90 mm_sm90_plan(const MmArgs& args) {
+  return rules::PlanMmSm90(DescribeShape(args), DescribeRows(args));
+}
+
 static GemmSm90 MakeGemm(const MmArgs& args) {
   MmSm90 mm{};
   mm.product.metadata = args.metadata;

@@ -16,6 +16,9 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
 // Why there is no kernel as the plan says; nothing where there is.
 std::optional<std::string> mm_sm90_plan_problem(const MmArgs& args);
 
+// The plan of a call that comes without one.
+rules::PlanSm90 mm_sm90_plan(const MmArgs& args);
+
 cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args);
 
 // What a mixture's backward pass has beside a product whose sums are the cotangent of

@@ -26,6 +26,8 @@ struct RouterArgs {
 // A block's threads; its warps choose experts in top_k's manner.
 constexpr int kRouterThreads = 512;
 static_assert(kRouterThreads >= rules::kMostRouterExperts / 4);
+// Tokens of a cluster, where there are several.
+constexpr int kRouterTokens = 2;
 
 // Groups of threads that share out d, where w is (d, experts): each thread has 4 experts.
 constexpr int RouterGroups(int threads, int experts) {
@@ -34,7 +36,7 @@ constexpr int RouterGroups(int threads, int experts) {
 
 // Shared memory of a block, in float32 numbers.
 struct RouterMemory {
-  int x;         // of its part of d
+  int x;         // of the cluster's tokens, and its part of d
   int sums;      // of its groups of threads
   int received;  // from all blocks of the cluster
   int logits;    // of a token, and room for whole warps of experts
@@ -42,11 +44,15 @@ struct RouterMemory {
   constexpr int bytes() const { return 4 * (x + sums + received + logits); }
 };
 
+// Numbers of a token's x that there is room for.
+constexpr int RouterLine(int part) { return (part + 127) / 128 * 128; }
+
+// `tokens`: of a cluster.
 constexpr RouterMemory RouterMemoryOf(bool transposed, int threads, int part, int experts,
-                                      int blocks) {
+                                      int blocks, int tokens) {
   RouterMemory memory{};
-  memory.x = (part + 127) / 128 * 128;
-  memory.sums = transposed ? 0 : RouterGroups(threads, experts) * experts;
+  memory.x = RouterLine(part) * tokens;
+  memory.sums = transposed ? 0 : RouterGroups(threads, experts) * experts * tokens;
   memory.received = blocks * experts;
   memory.logits = rules::kMostRouterExperts;
   return memory;

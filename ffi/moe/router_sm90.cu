@@ -40,13 +40,14 @@ static cudaError_t ClusterBlocks(const void* kernel, int bytes, KnownBlocks& kno
   });
 }
 
-template <bool kBFloat16, bool kTransposed, int kItems>
-static cudaError_t LaunchItems(cudaStream_t stream, RouterArgs args) {
-  constexpr auto kernel = device::RouterSm90Kernel<kBFloat16, kTransposed, kItems>;
+template <bool kBFloat16, bool kTransposed, int kItems, int kTokens>
+static cudaError_t LaunchTokens(cudaStream_t stream, RouterArgs args) {
+  constexpr auto kernel = device::RouterSm90Kernel<kBFloat16, kTransposed, kItems, kTokens>;
   static KnownBlocks known;
   const auto share = [&](int blocks) {
     args.part = (args.d + 8 * blocks - 1) / (8 * blocks) * 8;
-    return RouterMemoryOf(kTransposed, kRouterThreads, args.part, args.choice.experts, blocks)
+    return RouterMemoryOf(kTransposed, kRouterThreads, args.part, args.choice.experts, blocks,
+                          kTokens)
         .bytes();
   };
   int bytes = share(16), blocks = 0;
@@ -56,8 +57,16 @@ static cudaError_t LaunchItems(cudaStream_t stream, RouterArgs args) {
   }
   if (blocks != 16) bytes = share(blocks);
   cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = Config(stream, args.choice.tokens, blocks, bytes, &attribute);
+  const int clusters = (args.choice.tokens + kTokens - 1) / kTokens;
+  const cudaLaunchConfig_t config = Config(stream, clusters, blocks, bytes, &attribute);
   return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+template <bool kBFloat16, bool kTransposed, int kItems>
+static cudaError_t LaunchItems(cudaStream_t stream, const RouterArgs& args) {
+  return args.choice.tokens == 1
+             ? LaunchTokens<kBFloat16, kTransposed, kItems, 1>(stream, args)
+             : LaunchTokens<kBFloat16, kTransposed, kItems, kRouterTokens>(stream, args);
 }
 
 template <bool kBFloat16, bool kTransposed>

@@ -4,6 +4,7 @@
 
 #include "common/sample.h"
 #include "moe/device/rows.cuh"
+#include "moe/device/some_rows.cuh"
 
 namespace jgg {
 namespace {
@@ -70,6 +71,13 @@ cudaError_t combine_sm80(cudaStream_t stream, const CombineArgs& args) {
     if (args.pairs.k <= 4) return launch(std::integral_constant<int, 4>{});
     return launch(std::integral_constant<int, 8>{});
   });
+}
+
+cudaError_t some_rows_sm80(cudaStream_t stream, const SomeRows& rows) {
+  if (rows.tokens == 0) return cudaSuccess;
+  device::SomeRowsKernel<<<static_cast<unsigned>(rows.tokens), device::kSomeThreads, 0, stream>>>(
+      rows);
+  return cudaGetLastError();
 }
 
 cudaError_t combine_backward_sm80(cudaStream_t stream, const CombineBackwardArgs& args) {

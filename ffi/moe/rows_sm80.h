@@ -5,11 +5,14 @@
 #include <cuda_runtime_api.h>
 
 #include "moe/rows.h"
+#include "moe/some_rows.h"
 
 namespace jgg {
 
 cudaError_t dispatch_sm80(cudaStream_t stream, const DispatchArgs& args);
 cudaError_t combine_sm80(cudaStream_t stream, const CombineArgs& args);
+// Route and dispatch in one.
+cudaError_t some_rows_sm80(cudaStream_t stream, const SomeRows& rows);
 cudaError_t combine_backward_sm80(cudaStream_t stream, const CombineBackwardArgs& args);
 
 }  // namespace jgg

@@ -18,6 +18,9 @@ constexpr int kRoutePairs = 2048;
 // The most pairs of the kernels of a few tokens' experts, and the most experts of a token. Blocks
 // of another shape are for the fewest pairs.
 constexpr int kMostFewPairs = 64, kMostFewChoices = 8, kFewestPairs = 16;
+// The most pairs, and experts of a token, whose rows one kernel sorts and copies: blocks compare
+// all pairs.
+constexpr int kMostSomePairs = 1024, kMostSomeChoices = 32;
 // Groups of an expert's pairs of a block that takes `down` by groups.
 constexpr int kMostFewGroups = 16;
 // What a block of them keeps: rows of x, or a token's rows of activations.
@@ -126,6 +129,23 @@ inline Reason MoeFewDenseProblem(int64_t pairs, int64_t choices, int64_t d, int6
   const int64_t rows = FewRowsOfTokens(pairs, choices);
   if (auto reason = FewRowsProblem("D", kMostFewDenseBytes, rows, d)) return reason;
   return FewRowsProblem("F", kMostFewDenseBytes, choices, f);
+}
+
+// Some tokens' experts: the kernels around the products, and what rows of whole 16 bytes need.
+inline Reason MoeSomeTokensProblem(int64_t pairs, int64_t choices, int64_t experts, int64_t d,
+                                   int64_t f) {
+  if (experts > kMostExperts) {
+    return "needs at most " + std::to_string(kMostExperts) + " experts, got " +
+           std::to_string(experts);
+  }
+  if (choices > kMostSomeChoices) {
+    return "needs at most " + std::to_string(kMostSomeChoices) + " experts of a token";
+  }
+  if (pairs > kMostSomePairs) {
+    return "needs at most " + std::to_string(kMostSomePairs) + " pairs of token and expert";
+  }
+  if (auto reason = NeedsMultiple("D", 8, d)) return reason;
+  return NeedsMultiple("F", 8, f);
 }
 
 // Columns of a block of its `down`: as many as leave a GPU one and a half blocks of each processor.

@@ -1,6 +1,9 @@
 // Host side of the Hopper kernels of qmm: the tiles that plans name (plan.h), and their launch.
 #pragma once
 
+#include <algorithm>
+
+#include "common/processors.h"
 #include "grouped_mm/gemm_sm90.cuh"
 #include "quantized/device/direct_epilogue_sm90.cuh"
 #include "quantized/device/direct_sm90.cuh"
@@ -47,6 +50,17 @@ struct QuantizedGatedRows64Sm90 : device::QuantizedTraitsSm90<Weights> {
   static constexpr int kRows = 64, kBlocks = 2, kMostStages = 4;
 };
 
+// Tiles of few rows, with two blocks of columns and two blocks of a multiprocessor: gates and what
+// they let through, or both halves of W's columns.
+template <typename Weights>
+struct QuantizedGatedRows16Sm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = 16, kBlocks = 2, kMostStages = 8, kBlocksPerSm = 2;
+};
+template <typename Weights>
+struct QuantizedHalvesRows16Sm90 : QuantizedGatedRows16Sm90<Weights> {
+  static constexpr bool kHalves = true;
+};
+
 template <typename Weights>
 struct ScaledTilesSm90 : device::ScaledTraitsSm90<Weights> {
   static constexpr int kMostStages = 4, kCluster = 2;
@@ -86,6 +100,18 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }
 
+// Whether tiles of 16 rows are for a product: few matrices have more rows, and there are four tiles
+// for each multiprocessor of an H200.
+inline bool HasSixteens(const GemmSm90& gemm, const rules::QmmPlanSm90& plan) {
+  constexpr int64_t kMostTypical = 5;
+  const Epilogue& epilogue = gemm.epilogue;
+  if (plan.way != rules::QmmWay::kWarps || plan.parts != 1 || gemm.n % 128 != 0) return false;
+  if (!IsGated(epilogue.activation) && epilogue.Any()) return false;
+  const int64_t rows = gemm.rows_y, segments = gemm.metadata.count;
+  return rules::RowsPerSegment(rows, segments) <= kMostTypical &&
+         std::min(rows, segments) * gemm.n >= int64_t{4} * kH200Processors * 256;
+}
+
 // Tiles of 32 rows. float16 rows have those of warps alone.
 template <typename Traits>
 cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
@@ -95,6 +121,12 @@ cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
     return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
   };
   using Weights = typename Traits::Weights;
+  if constexpr (Weights::kSixteens) {
+    if (HasSixteens(quantized.gemm, plan)) {
+      if (Traits::kBlocks == 2) return launch(ByWarpsSm90<QuantizedGatedRows16Sm90<Weights>>{});
+      return launch(ByWarpsSm90<QuantizedHalvesRows16Sm90<Weights>>{});
+    }
+  }
   if constexpr (!Weights::kAlwaysWarps && Weights::kX != DType::kF16) {
     if (plan.way == rules::QmmWay::kTiles) return launch(Traits{});
   }

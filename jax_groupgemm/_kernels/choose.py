@@ -475,26 +475,5 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16, float16, SwiGLU; few columns",
         ),
     ),
-    "few_tokens": (
-        Kernel(
-            "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True, pays=rows.few_pay,
-            needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token; "
-            "pairs * D * F up to 2^27; D and F up to 12288, more with less than 8 tokens and k",
-        ),
-        Kernel(
-            "sm80", "jgg_moe_few_dense", rows.takes_few_dense, unseen=True,
-            pays=rows.few_dense_pays,
-            needs="bfloat16, float16, weights that are arrays; up to 64 pairs of token and expert, "
-            "8 of a token; pairs * D * F up to 3 * 2^25; D % 8 == 0, F % 8 == 0; D and F up to "
-            "6144, more with less than 8 tokens and k",
-        ),
-    ),
-    "router": (
-        Kernel(
-            "sm90", "jgg_moe_router", rows.chooses_for, pays=rows.choosing_for_pays,
-            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 8 tokens, "
-            "512 experts",
-        ),
-    ),
     **rows.KERNELS,
 }  # fmt: skip

@@ -58,6 +58,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_moe_down_backward": ("cuda",),
     "jgg_moe_few_tokens": ("cuda",),
     "jgg_moe_few_dense": ("cuda",),
+    "jgg_moe_some_tokens": ("cuda",),
+    "jgg_moe_some_dense": ("cuda",),
 }
 
 #: A product where XLA divides its operands among devices (``_core/partitioner.py``).

@@ -200,7 +200,8 @@ class Fp8Activation(Rows):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moe(Problem):
     """``route``, ``dispatch``, ``combine`` or ``combine_backward`` of ``pairs`` of token and
-    expert, or ``few_tokens``, the whole layer; rows of ``d``. The first dtype is that of rows."""
+    expert, or ``few_tokens`` or ``some_tokens``, the whole layer; rows of ``d``. The first dtype is
+    that of rows."""
 
     pairs: int
     experts: int = 1
@@ -213,6 +214,8 @@ class Moe(Problem):
     matrix: int = 0  # elements of an expert's down projection, D * F
     formats: tuple[tuple[str, int], ...] = ()  # of weights: modes and group sizes
     activation: str | None = None
+    gated: bool = True  # ... is
+    biased: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Kernels that multiply nothing: a table of them, and why one of them cannot take a call."""
+"""Kernels that are no products: a table of them, and why one of them cannot take a call."""
 
 from __future__ import annotations
 
@@ -94,6 +94,48 @@ def few_dense_pays(p: Moe) -> bool:
     """Down is read once for each pair, from L2 where another has read it. So with more weights the
     kernels of tiles are faster: gpt-oss-20b's layer from 16 pairs on (docs/lab)."""
     return p.pairs * p.matrix <= 3 * 2**25
+
+
+def takes_some(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if not p.packed:
+        return "needs prepacked weights"
+    if p.dtypes != ("bfloat16",):
+        return "needs bfloat16 x"
+    for mode, group_size in p.formats:
+        if why := dense.groups_sm90(mode, group_size):
+            return why
+    return _takes_some(p)
+
+
+def takes_some_dense(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if not p.dense:
+        return "needs weights that are arrays"
+    if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
+        return f"needs {' or '.join(HALVES)} alike"
+    return _takes_some(p)
+
+
+def _takes_some(p: Moe) -> str | None:
+    if why := dense.unknown_activation(p.activation):
+        return why
+    if not p.gated:
+        return "needs a gated activation"
+    if p.biased:
+        return "needs products without biases"
+    if p.out_dtype not in (p.dtypes[0], "float32"):
+        return f"rows are {p.dtypes[0]}, the result is {p.out_dtype}"
+    return extension.rules().moe_some_tokens_problem(
+        pairs=p.pairs, choices=p.choices, experts=p.experts, d=p.d, f=p.f
+    )
+
+
+def some_pay(p: Moe) -> bool:
+    """More rows of an expert are faster by list, or in larger tiles that wait for each other."""
+    return p.pairs <= 16 * p.experts
 
 
 def differentiates(p: Rows) -> str | None:
@@ -224,8 +266,45 @@ _TABLE = (
 _ON_CPU = {
     op: Kernel("cpu", f"jgg_{op}", converts, unseen=True) for op in ("quantize", "dequantize")
 }
-#: The kernels of each operation that multiplies nothing: see ``choose.KERNELS``.
-KERNELS = {
+# Layers of experts, and their router.
+_LAYERS = {
+    "few_tokens": (
+        Kernel(
+            "sm90", "jgg_moe_few_tokens", takes_few, unseen=True, pays=few_pay,
+            needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token; "
+            "pairs * D * F up to 2^27; D and F up to 12288, more with less than 8 tokens and k",
+        ),
+        Kernel(
+            "sm80", "jgg_moe_few_dense", takes_few_dense, unseen=True,
+            pays=few_dense_pays,
+            needs="bfloat16, float16, weights that are arrays; up to 64 pairs of token and expert, "
+            "8 of a token; pairs * D * F up to 3 * 2^25; D % 8 == 0, F % 8 == 0; D and F up to "
+            "6144, more with less than 8 tokens and k",
+        ),
+    ),
+    "some_tokens": (
+        Kernel(
+            "sm90", "jgg_moe_some_tokens", takes_some, pays=some_pay,
+            needs="bfloat16, prepacked weights; a gated activation, no biases; up to 1024 pairs of "
+            "token and expert, 32 of a token; up to 1024 experts, few rows of each",
+        ),
+        Kernel(
+            "sm90", "jgg_moe_some_dense", takes_some_dense, pays=some_pay,
+            needs="bfloat16, float16, weights that are arrays; a gated activation, no biases; up "
+            "to 1024 pairs of token and expert, 32 of a token; up to 1024 experts, few rows of "
+            "each; D % 8 == 0, F % 8 == 0",
+        ),
+    ),
+    "router": (
+        Kernel(
+            "sm90", "jgg_moe_router", chooses_for, pays=choosing_for_pays,
+            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 8 tokens, "
+            "512 experts",
+        ),
+    ),
+}  # fmt: skip
+#: The kernels of each operation that is no product: see ``choose.KERNELS``.
+KERNELS = _LAYERS | {
     op: (
         *(
             Kernel("sm80", target, can, unseen=True, needs=needs)

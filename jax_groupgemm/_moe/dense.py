@@ -20,7 +20,7 @@ from .._grouped.activation_backward import scaled_activation_backward
 from .._grouped.call import Epilogue
 from .._kernels import choose
 from .._quantized import product as quantized_product
-from . import few_tokens
+from . import few_tokens, some_tokens
 from .permute import dispatched
 from .products import ProductsWithBackward
 from .routing import Routing, tokens_of_rows
@@ -58,7 +58,9 @@ class Dense(ProductsWithBackward):
         return self.transposed(dh, up.w, routing)
 
     def in_one_call(self, platform, x, weights, pairs, weight):
-        return few_tokens.dense_experts(platform, x, weights, pairs, weight, self)
+        operands = platform, x, weights, pairs, weight, self
+        out = few_tokens.dense_experts(*operands)
+        return some_tokens.dense_experts(*operands) if out is None else out
 
     # Of sorted rows.
 
@@ -173,7 +175,9 @@ class QuantizedWeights(Dense):
         )[0]  # fmt: skip
 
     def in_one_call(self, platform, x, weights, pairs, weight):
-        return few_tokens.experts(platform, x, weights, pairs, weight, self)
+        operands = platform, x, weights, pairs, weight, self
+        out = few_tokens.experts(*operands)
+        return some_tokens.experts(*operands) if out is None else out
 
 
 # ---- the steps, of copies of the rows or by list -----------------------------------------------

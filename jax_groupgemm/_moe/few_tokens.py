@@ -3,7 +3,7 @@ its experts from ``expert_index``."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -26,29 +26,22 @@ def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.
     if products.implementation not in (None, "sm90"):
         return None
     d, f = x.shape[1], down.shape[2]
-    problem = _problem(
-        platform, index, products, up, down, d=max(d, f), matrix=d * f,
-        dtypes=(products.dtype.name,),
-        packed=products.transpose_w and all(
-            w.layout == "sm90" and format.of(w).scales_fit(w, "bfloat16")
-            for w in (up, down)
-        ),
-        formats=tuple(
-            (w.mode, format.of(w).attribute_group_size(w.group_size)) for w in (up, down)
-        ),
-    )  # fmt: skip
-    if choose.choose(problem) is None:
+    facts = problem_of_packed("few_tokens", platform, index, products, up, down)
+    if choose.choose(dataclasses.replace(facts, d=max(d, f))) is None:
         return None
     columns = up.shape[1] // (2 if is_gated(products.activation) else 1)
-    flags = {"up": flags_of(up), "down": flags_of(down)}
-    return _call(
-        "few_tokens", x.astype(jnp.bfloat16), [up.weight, up.scales, down.weight, down.scales],
-        weights, pairs, weight, products, columns, flags,
-        scales=(up.global_scale, down.global_scale),
-        terms=extension.rules().moe_few_term_rows(
-            pairs=index.size, experts=down.shape[0], matrix=d * f
-        ),
-    )  # fmt: skip
+    terms = extension.rules().moe_few_term_rows(
+        pairs=index.size, experts=down.shape[0], matrix=d * f
+    )
+    workspaces = [
+        jax.ShapeDtypeStruct((index.size, columns), jnp.bfloat16),
+        jax.ShapeDtypeStruct((terms, d), jnp.float32),
+    ]
+    biases = _biases(weights)
+    own = {"activation": products.activation, **_flags(biases)}
+    return call_of_packed(
+        "few_tokens", x, weights, pairs, weight, products, biases, own, workspaces
+    )
 
 
 def dense_experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.Array | None:
@@ -57,52 +50,90 @@ def dense_experts(platform: str, x, weights: Weights, pairs, weight, products) -
     index, (up, down) = pairs[0], (of.w for of in weights)
     if products.implementation not in (None, "sm80"):
         return None
-    d, f = x.shape[1], down.shape[2 if products.transpose_w else 1]
-    problem = _problem(
-        platform, index, products, up, down, d=d, f=f, matrix=d * f, dense=True,
-        dtypes=(products.dtype.name, up.dtype.name, down.dtype.name),
-    )  # fmt: skip
-    if choose.choose(problem) is None:
+    f = down.shape[2 if products.transpose_w else 1]
+    if choose.choose(problem_of_dense("few_tokens", platform, index, products, up, down)) is None:
         return None
-    return _call(
-        "few_dense", x.astype(products.dtype), [up, down], weights, pairs, weight, products, f,
-        transpose_w=products.transpose_w,
+    biases = _biases(weights)
+    flags = _flags(biases) | {"transpose_w": products.transpose_w}
+    workspaces = [jax.ShapeDtypeStruct((index.size, f), products.dtype)]
+    return call(
+        "few_dense", x.astype(products.dtype), [up, down], down.shape[0], pairs, weight, products,
+        biases, {"few_dense": {"activation": products.activation, **flags}}, workspaces,
     )  # fmt: skip
 
 
-def _problem(platform: str, index, products, up, down, **of) -> problems.Moe:
+def _biases(weights: Weights) -> list:
+    return [of.bias for of in weights]
+
+
+def _flags(biases) -> dict[str, bool]:
+    return {"up_bias": biases[0] is not None, "down_bias": biases[1] is not None}
+
+
+# ---- also of some tokens (some_tokens.py) --------------------------------------------------------
+
+
+def problem_of_packed(op: str, platform: str, index, products, up, down, **of) -> problems.Moe:
+    """The layer as kernels see it, with quantized weights."""
+    d, f = down.shape[1], down.shape[2]
+    return _problem(
+        op, platform, index, products, up, down, d=d, f=f, matrix=d * f,
+        dtypes=(products.dtype.name,),
+        packed=products.transpose_w and all(
+            w.layout == "sm90" and format.of(w).scales_fit(w, "bfloat16")
+            for w in (up, down)
+        ),
+        formats=tuple(
+            (w.mode, format.of(w).attribute_group_size(w.group_size)) for w in (up, down)
+        ),
+        **of,
+    )  # fmt: skip
+
+
+def problem_of_dense(op: str, platform: str, index, products, up, down, **of) -> problems.Moe:
+    """Likewise with weights that are arrays."""
+    d, f = down.shape[1:] if products.transpose_w else down.shape[:0:-1]
+    return _problem(
+        op, platform, index, products, up, down, d=d, f=f, matrix=d * f, dense=True,
+        dtypes=(products.dtype.name, up.dtype.name, down.dtype.name), **of,
+    )  # fmt: skip
+
+
+def _problem(op: str, platform: str, index, products, up, down, **of) -> problems.Moe:
     tokens, k = index.shape
     return problems.Moe(
-        op="few_tokens", platform=platform, pairs=tokens * k, experts=down.shape[0], choices=k,
+        op=op, platform=platform, pairs=tokens * k, experts=down.shape[0], choices=k,
         out_dtype=products.out_dtype.name, activation=products.activation,
         empty=0 in (tokens, k, *up.shape, *down.shape), **of,
     )  # fmt: skip
 
 
-def _call(name: str, x, arrays, weights: Weights, pairs, weight, products, columns: int,
-          flags: dict[str, Any] | None = None, *, scales=(None, None), terms: int = 0,
-          **options):  # fmt: skip
-    """The custom call ``jgg_moe_<name>`` of x and weights' ``arrays``. ``flags`` are those of
-    formats; ``columns`` are of the rows between the products; there are ``terms`` rows of what
-    pairs add, where any."""
+def call_of_packed(name: str, x, weights: Weights, pairs, weight, products, biases, own: dict,
+                   workspaces):  # fmt: skip
+    """:func:`call` with quantized weights: their codes and scales, and global scales, each before
+    the bias of the same product."""
+    up, down = (of.w for of in weights)
+    flags = {"up": flags_of(up), "down": flags_of(down), name: own}
+    scales = (up.global_scale, down.global_scale)
+    more = [a for pair in zip(scales, biases, strict=True) for a in pair]
+    arrays = [up.weight, up.scales, down.weight, down.scales]
+    return call(
+        name, x.astype(jnp.bfloat16), arrays, down.shape[0], pairs, weight, products, more, flags,
+        workspaces,
+    )  # fmt: skip
+
+
+def call(name: str, x, arrays, experts_here: int, pairs, weight, products, more, flags: dict,
+         workspaces):  # fmt: skip
+    """The custom call ``jgg_moe_<name>`` of x, weights' ``arrays``, pairs and those of ``more``
+    that are there: (T, D). ``workspaces`` are its further results."""
     index, offset = pairs
-    index, offset = as_int32(index, offset, weights.down.w.shape[0])
-    results = [
-        jax.ShapeDtypeStruct((x.shape[0], x.shape[1]), products.out_dtype),
-        jax.ShapeDtypeStruct((index.size, columns), x.dtype),
-    ]
-    if terms:
-        results.append(jax.ShapeDtypeStruct((terms, x.shape[1]), jnp.float32))
-    biases = [of.bias for of in weights]
-    more = [offset, *(a for pair in zip(scales, biases, strict=True) for a in pair)]
-    own = {
-        "activation": products.activation,
-        "up_bias": biases[0] is not None,
-        "down_bias": biases[1] is not None,
-        "expert_offset": offset is not None,
-    }
+    index, offset = as_int32(index, offset, experts_here)
+    flags[name]["expert_offset"] = offset is not None
+    more = [offset, *more]
+    results = [jax.ShapeDtypeStruct((x.shape[0], x.shape[1]), products.out_dtype), *workspaces]
     out, *_ = jax.ffi.ffi_call(f"jgg_moe_{name}", results)(
         x, *arrays, index, weight.astype(jnp.float32), *(a for a in more if a is not None),
-        **attributes({**(flags or {}), name: own | options}),
+        **attributes(flags),
     )  # fmt: skip
     return out

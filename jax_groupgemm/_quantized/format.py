@@ -23,7 +23,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 TILE = (128, 128)
 
 #: The custom calls of products and layers. ``jgg_qmm`` reads codes as they are stored.
-PRODUCTS = frozenset({"jgg_qmm", "jgg_qmm_packed", "jgg_moe_few_tokens"})
+PRODUCTS = frozenset({"jgg_qmm", "jgg_qmm_packed", "jgg_moe_few_tokens", "jgg_moe_some_tokens"})
 #: Those that make layout "sm90".
 PREPACKS = frozenset({"jgg_prepack", "jgg_prepack_fp8"})
 

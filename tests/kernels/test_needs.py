@@ -52,6 +52,8 @@ FEW = problems.Moe(
     packed=True, matrix=2**20,
 )  # fmt: skip
 FEW_DENSE = dataclasses.replace(FEW, packed=False, dense=True, dtypes=(BF16,) * 3, f=768)
+SOME = dataclasses.replace(FEW, op="some_tokens", pairs=512, f=768)
+SOME_DENSE = dataclasses.replace(FEW_DENSE, op="some_tokens", pairs=512)
 TOP_K = problems.TopK(op="top_k", platform="cuda", dtypes=(F32,), experts=64, k=8)
 ROUTER = problems.Router(
     op="router", platform="cuda", dtypes=(BF16, F32), experts=64, k=8, tokens=8, d=2048
@@ -204,6 +206,28 @@ NEEDS = [
         "pairs * D * F up to 2^27": {"matrix": 2**23},
         "D and F up to 12288": {"d": 12352},
         "more with less than 8 tokens and k": {"d": 49216, "choices": 2, "pairs": 2},
+    }),
+    ("jgg_moe_some_tokens sm90", SOME, {
+        "bfloat16": {"dtypes": (F32,)},
+        "prepacked weights": {"packed": False},
+        "a gated activation": {"gated": False},
+        "no biases": {"biased": True},
+        "up to 1024 pairs of token and expert": {"pairs": 1025, "experts": 128},
+        "32 of a token": {"choices": 33},
+        "up to 1024 experts": {"experts": 1025},
+        "few rows of each": {"experts": 16},
+    }),
+    ("jgg_moe_some_dense sm90", SOME_DENSE, {
+        "bfloat16, float16": {"dtypes": (F32,) * 3},
+        "weights that are arrays": {"dense": False},
+        "a gated activation": {"gated": False},
+        "no biases": {"biased": True},
+        "up to 1024 pairs of token and expert": {"pairs": 1025, "experts": 128},
+        "32 of a token": {"choices": 33},
+        "D % 8 == 0": {"d": 2052},
+        "F % 8 == 0": {"f": 772},
+        "up to 1024 experts": {"experts": 1025},
+        "few rows of each": {"experts": 16},
     }),
     ("jgg_moe_few_dense sm80", FEW_DENSE, {
         "bfloat16, float16": {"dtypes": (F32,) * 3},

@@ -1,8 +1,10 @@
 // The kernels of route, dispatch and combine on the host, for test_moe_kernels.py.
 #include "cuda_on_host.h"
+#include "warp_on_host.h"
 //
 #include "moe/device/route.cuh"
 #include "moe/device/rows.cuh"
+#include "moe/device/some_rows.cuh"
 
 using namespace jgg;
 
@@ -94,5 +96,14 @@ extern "C" int rows_kernel(const Operands* o, int which, int dtypes, int at_once
       default: return Run<DType::kF16, DType::kF32, kAtOnce>(*o, which);
     }
   });
+  return 0;
+}
+
+// Rows of some tokens, sorted and copied.
+extern "C" int some_rows_kernel(const SomeRows* rows, int64_t x_bytes) {
+  readable.clear();
+  readable.emplace_back(static_cast<const char*>(rows->x), x_bytes);
+  RunBlocks({static_cast<unsigned>(rows->tokens), 1}, device::kSomeThreads,
+            [&] { device::SomeRowsKernel(*rows); });
   return 0;
 }

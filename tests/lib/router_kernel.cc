@@ -41,19 +41,26 @@ inline void WriteTo(int block, float* place, float value) {
 
 using namespace jgg;
 
-template <bool kBFloat16, bool kTransposed, int kItems>
-static void RunItems(const RouterArgs& args, int blocks, int threads) {
-  const int clusters = args.choice.tokens;
+template <bool kBFloat16, bool kTransposed, int kItems, int kTokens>
+static void RunTokens(const RouterArgs& args, int blocks, int threads) {
+  const int clusters = (args.choice.tokens + kTokens - 1) / kTokens;
   const RouterMemory memory =
-      RouterMemoryOf(kTransposed, threads, args.part, args.choice.experts, blocks);
+      RouterMemoryOf(kTransposed, threads, args.part, args.choice.experts, blocks, kTokens);
   for (int c = 0; c < clusters; ++c) {
     const std::vector<float> nothing(memory.bytes() / 4, NAN);
     device::Cluster cluster{Barrier(blocks * threads),
                             std::vector<std::vector<float>>(blocks, nothing), threads};
     device::cluster = &cluster;
     RunCluster(blocks, {static_cast<unsigned>(c * blocks), 0}, 0, threads / 32,
-               [&] { device::RouterSm90Kernel<kBFloat16, kTransposed, kItems>(args); });
+               [&] { device::RouterSm90Kernel<kBFloat16, kTransposed, kItems, kTokens>(args); });
   }
+}
+
+template <bool kBFloat16, bool kTransposed, int kItems>
+static void RunItems(const RouterArgs& args, int blocks, int threads) {
+  args.choice.tokens == 1
+      ? RunTokens<kBFloat16, kTransposed, kItems, 1>(args, blocks, threads)
+      : RunTokens<kBFloat16, kTransposed, kItems, kRouterTokens>(args, blocks, threads);
 }
 
 template <bool kBFloat16, bool kTransposed>

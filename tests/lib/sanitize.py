@@ -460,6 +460,7 @@ PARTS = {
     "fp8_rows": on_hopper(layers.fp8_rows),
     "few_tokens": on_hopper(layers.few_tokens),
     "few_dense": layers.few_dense,
+    "some_tokens": on_hopper(layers.some_tokens),
     "fp8_tensors": on_hopper(layers.fp8_tensors),
     "packed_sm80": on_hopper(layers.packed_sm80),
     "lora": layers.lora,

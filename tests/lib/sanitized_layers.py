@@ -108,6 +108,19 @@ def few_tokens(rng):
         jax.block_until_ready(jax.jit(gated)(rows, random(1, 2 * f, d), jnp.array([57])))
 
 
+def some_tokens(rng):
+    """A layer of some tokens, whose rows are sorted first: both kinds of weights, experts
+    elsewhere."""
+    x, index = oracle.random(rng, (37, 320), "bfloat16"), rng.integers(-1, 21, (37, 4))
+    index, weight = jnp.asarray(index, jnp.int32), jnp.asarray(rng.random((37, 4)), "float32")
+    shapes = (20, 384, 320), (20, 320, 192)
+    arrays = [oracle.random(rng, shape, "bfloat16") for shape in shapes]
+    f = jax.jit(functools.partial(jgg.moe_mlp, transpose_w=True))
+    jax.block_until_ready(f(x, *arrays, index, weight))
+    packed = [jgg.prepack(jgg.quantize(w, mode="nvfp4")) for w in arrays]
+    jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, *packed, index, weight))
+
+
 def few_dense(rng):
     """A layer of few tokens with 16-bit weights, whose columns and k are no whole steps: blocks of
     16 and of 64 columns, weights stored either way, experts elsewhere."""

@@ -3,6 +3,7 @@
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +303,36 @@ def test_many_tiles_of_few_rows(rng, mode, bits, group_size, kernel):
             )  # fmt: skip
             oracle.assert_close(out, want, tolerance=1e-5)
             assert not np.asarray(out)[np.asarray(want == 0).all(1)].any()
+
+
+@needs_hopper
+@pytest.mark.parametrize("n", [1152, 1280])
+def test_tiles_of_sixteen_rows(rng, n):
+    """Columns of both halves in one tile, plain and gated: halves that are no whole tiles, matrices
+    without rows, with more than a tile has, and of others; zeros behind the last."""
+    groups = 128
+    sizes = rng.integers(0, 9, groups)
+    sizes[::40] = 0
+    sizes[7], sizes[101] = 45, 17
+    x = oracle.random(rng, (int(sizes.sum()) + 50, 320), "bfloat16")
+
+    def products(x, q, some, sizes):
+        f = functools.partial(jgg.grouped_qmm, x, preferred_element_type="float32")
+        of_some = f(some, sizes, group_offset=jnp.int32(20))
+        return f(q, sizes), of_some, f(q, sizes, activation="swiglu")
+
+    for k in (64, 320):
+        q = oracle.random_quantized(rng, (groups, n, k), "nvfp4", 4, 16, "bfloat16")
+        some = jax.tree.map(lambda leaf: leaf[20:-10], q)
+        packed = [jgg.prepack(w, strict=True) for w in (q, some)]
+        found, kernels = run(jax.jit(products), x[:, :k], *packed, jnp.asarray(sizes))
+        assert sum("Rows16Sm90" in name for name in kernels) == 3, kernels
+        want = oracle.grouped_qmm(x[:, :k], q, sizes)
+        of_some = oracle.grouped_qmm(x[:, :k], some, sizes, offset=20)
+        gate, value = np.split(want, 2, axis=1)
+        oracle.assert_close(found[0], want, k=k)
+        oracle.assert_close(found[1], of_some, k=k)
+        oracle.assert_close(found[2], gate / (1 + np.exp(-gate)) * value, tolerance=1e-5)
 
 
 # ---- sizes beyond 16 and 32 bits -------------------------------------------------------------

@@ -56,18 +56,19 @@ struct Work {
 
 // Columns of the result, and of a tile of it. kBlocks: of 128 columns of w; two may be the halves
 // of a gated product. kGateApart in its place: of a gated product 64 gates, and 64 columns that
-// they let through.
-constexpr int kGateApart = 0;
+// they let through. kOfBothHalves: 128 columns, and as many of w's other half.
+constexpr int kGateApart = 0, kOfBothHalves = -1;
 
 template <int kBlocks>
 __device__ int ResultColumns(const GemmSm90& gemm) {
-  if (kBlocks == kGateApart) return gemm.n / 2;
+  if (kBlocks == kGateApart || kBlocks == kOfBothHalves) return gemm.n / 2;
   return kBlocks == 2 && IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
 }
 
 template <int kBlocks>
 __device__ int TileColumns(const GemmSm90& gemm) {
   if (kBlocks == kGateApart) return 64;
+  if (kBlocks == kOfBothHalves) return 128;
   return kBlocks == 2 && IsGated(gemm.epilogue.activation) ? 128 : 128 * kBlocks;
 }
 

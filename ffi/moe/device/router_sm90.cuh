@@ -1,7 +1,7 @@
-// Logits and choices of few tokens. A cluster has a token, and each of its blocks a part of d. So w
-// is read by as many processors as a cluster may have, by all of them at once, and no other kernel
-// has to add up what they have. A block sends the sums of its part to the first one, which adds
-// them in the order of the parts.
+// Logits and choices of few tokens. A cluster has one token or several, and each of its blocks a
+// part of d. So w is read by as many processors as a cluster may have, by all of them at once, and
+// no other kernel has to add up what they have. A block sends the sums of its part to the block
+// that has their token, which adds them in the order of the parts.
 //
 // w (d, experts): a thread has 4 experts, and every so many rows of the part. w (experts, d): a
 // warp has some experts at a time, and a lane 4 of every 128 d.
@@ -63,25 +63,33 @@ __device__ inline void LoadEight(const void* x, int64_t at, DType dtype, float* 
   }
 }
 
-// The cluster's token, and the block's part of d.
+// The cluster's tokens, and the block's part of d.
 struct RouterPart {
-  int token, first, rows;
+  int token, tokens, first, rows;
 
-  __device__ explicit RouterPart(const RouterArgs& args) {
-    token = static_cast<int>(blockIdx.x) / ClusterBlocks();
+  __device__ RouterPart(const RouterArgs& args, int most_tokens) {
+    token = static_cast<int>(blockIdx.x) / ClusterBlocks() * most_tokens;
+    tokens = min(most_tokens, args.choice.tokens - token);
     first = BlockOfCluster() * args.part;
     rows = max(0, min(args.part, args.d - first));
   }
 };
 
-// Brings x of a block to shared memory.
-__device__ inline void StageX(const RouterArgs& args, const RouterPart& part, float* x) {
-  const int64_t row = int64_t{part.token} * args.d + part.first;
-  for (int i = threadIdx.x; i < part.rows / 8; i += BlockThreads()) {
-    float values[8];
-    LoadEight(args.x, row + 8 * i, args.x_dtype, values);
+// Brings x of a block to shared memory: element i of token t to i * each + t * line. Tokens that do
+// not exist are zeros.
+template <int kTokens>
+__device__ void StageX(const RouterArgs& args, const RouterPart& part, int each, int line,
+                       float* x) {
+  const int eights = part.rows / 8;
+  for (int n = threadIdx.x; n < kTokens * eights; n += BlockThreads()) {
+    const int t = kTokens == 1 ? 0 : n / eights, i = n - t * eights;
+    float values[8] = {};
+    if (t < part.tokens) {
+      const int64_t row = int64_t{part.token + t} * args.d + part.first;
+      LoadEight(args.x, row + 8 * i, args.x_dtype, values);
+    }
     JGG_UNROLL
-    for (int j = 0; j < 8; ++j) x[8 * i + j] = values[j];
+    for (int j = 0; j < 8; ++j) x[(8 * i + j) * each + t * line] = values[j];
   }
 }
 
@@ -105,9 +113,9 @@ __device__ float SumOfLanes(float (&values)[kCount]) {
   return sum;
 }
 
-// Sums of the block's part, of w (d, experts); send(expert, sum) gets each, once all blocks of the
-// cluster run.
-template <bool kBFloat16, typename Send>
+// Sums of the block's part, of w (d, experts); send(token, expert, sum) gets each, once all blocks
+// of the cluster run.
+template <bool kBFloat16, int kTokens, typename Send>
 __device__ void MultiplyRows(const RouterArgs& args, const RouterPart& part, float* x, float* all,
                              Send send) {
   constexpr int kBatch = 8;  // rows of a thread that are under way at once
@@ -126,10 +134,10 @@ __device__ void MultiplyRows(const RouterArgs& args, const RouterPart& part, flo
   // All that do not take part have no rows.
   int row = group < groups ? group : part.rows;
   load(row);
-  StageX(args, part, x);
+  StageX<kTokens>(args, part, kTokens, 1, x);
   __syncthreads();
   WaitForCluster();
-  float sums[4] = {};
+  float sums[kTokens][4] = {};
   JGG_NO_UNROLL
   while (row < part.rows) {
     JGG_UNROLL
@@ -137,27 +145,34 @@ __device__ void MultiplyRows(const RouterArgs& args, const RouterPart& part, flo
       if (row + i * groups >= part.rows) break;
       float values[4];
       words[i].Get(values);
-      const float factor = x[row + i * groups];
+      const float* const factors = x + (row + i * groups) * kTokens;
       JGG_UNROLL
-      for (int e = 0; e < 4; ++e) sums[e] = MultiplyAdd(factor, values[e], sums[e]);
+      for (int t = 0; t < kTokens; ++t) {
+        JGG_UNROLL
+        for (int e = 0; e < 4; ++e) sums[t][e] = MultiplyAdd(factors[t], values[e], sums[t][e]);
+      }
     }
     row += kBatch * groups;
     load(row);
   }
   if (group < groups) {
-    float4* const to = reinterpret_cast<float4*>(all + group * experts + 4 * four);
-    *to = make_float4(sums[0], sums[1], sums[2], sums[3]);
+    JGG_UNROLL
+    for (int t = 0; t < kTokens; ++t) {
+      float* const to = all + (group * kTokens + t) * experts + 4 * four;
+      *reinterpret_cast<float4*>(to) = make_float4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
+    }
   }
   __syncthreads();
-  for (int expert = threadIdx.x; expert < experts; expert += BlockThreads()) {
+  for (int i = threadIdx.x; i < part.tokens * experts; i += BlockThreads()) {
     float sum = 0.0f;
-    for (int g = 0; g < groups; ++g) sum += all[g * experts + expert];
-    send(expert, sum);
+    for (int g = 0; g < groups; ++g) sum += all[g * kTokens * experts + i];
+    const int t = kTokens == 1 ? 0 : i / experts;
+    send(t, i - t * experts, sum);
   }
 }
 
 // The same of w (experts, d).
-template <bool kBFloat16, typename Send>
+template <bool kBFloat16, int kTokens, typename Send>
 __device__ void MultiplyColumns(const RouterArgs& args, const RouterPart& part, float* x,
                                 Send send) {
   constexpr int kExperts = 8;  // of a warp at a time
@@ -174,68 +189,77 @@ __device__ void MultiplyColumns(const RouterArgs& args, const RouterPart& part, 
   };
   int expert = warp * kExperts;
   load(expert, 4 * lane);
-  StageX(args, part, x);
+  const int line = RouterLine(args.part);
+  StageX<kTokens>(args, part, 1, line, x);
   __syncthreads();
   WaitForCluster();
   JGG_NO_UNROLL
   for (; expert < experts; expert += warps * kExperts) {
-    float sums[kExperts] = {};
+    float sums[kTokens][kExperts] = {};
     JGG_NO_UNROLL
     for (int d = 4 * lane; d < part.rows; d += 128) {
       float values[kExperts][4];
       JGG_UNROLL
       for (int i = 0; i < kExperts; ++i) words[i].Get(values[i]);
-      const float4 factors = *reinterpret_cast<const float4*>(x + d);
       JGG_UNROLL
-      for (int i = 0; i < kExperts; ++i) {
-        sums[i] = MultiplyAdd(factors.x, values[i][0], sums[i]);
-        sums[i] = MultiplyAdd(factors.y, values[i][1], sums[i]);
-        sums[i] = MultiplyAdd(factors.z, values[i][2], sums[i]);
-        sums[i] = MultiplyAdd(factors.w, values[i][3], sums[i]);
+      for (int t = 0; t < kTokens; ++t) {
+        const float4 factors = *reinterpret_cast<const float4*>(x + t * line + d);
+        JGG_UNROLL
+        for (int i = 0; i < kExperts; ++i) {
+          float& sum = sums[t][i];
+          sum = MultiplyAdd(factors.x, values[i][0], sum);
+          sum = MultiplyAdd(factors.y, values[i][1], sum);
+          sum = MultiplyAdd(factors.z, values[i][2], sum);
+          sum = MultiplyAdd(factors.w, values[i][3], sum);
+        }
       }
       load(expert, d + 128);
     }
     load(expert + warps * kExperts, 4 * lane);
-    const float sum = SumOfLanes<kExperts>(sums);
-    if (lane < kExperts && expert + lane < experts) send(expert + lane, sum);
+    JGG_UNROLL
+    for (int t = 0; t < kTokens; ++t) {
+      const float sum = SumOfLanes<kExperts>(sums[t]);
+      if (t >= part.tokens) continue;
+      if (lane < kExperts && expert + lane < experts) send(t, expert + lane, sum);
+    }
   }
 }
 
-// kItems: of 32 experts, as of TopK.
-template <bool kBFloat16, bool kTransposed, int kItems>
-__global__ void __launch_bounds__(kRouterThreads, kItems <= 4 ? 2 : 1)
+// kItems: of 32 experts, as of TopK. kTokens: of a cluster; each of them has a block.
+template <bool kBFloat16, bool kTransposed, int kItems, int kTokens>
+__global__ void __launch_bounds__(kRouterThreads, kItems <= 4 && kTokens == 1 ? 2 : 1)
     RouterSm90Kernel(const __grid_constant__ RouterArgs args) {
   ArriveAtCluster<false>();
   const int experts = args.choice.experts, blocks = ClusterBlocks(), block = BlockOfCluster();
-  const RouterPart part(args);
+  const RouterPart part(args, kTokens);
   const RouterMemory memory =
-      RouterMemoryOf(kTransposed, BlockThreads(), args.part, experts, blocks);
+      RouterMemoryOf(kTransposed, BlockThreads(), args.part, experts, blocks, kTokens);
   float* const x = reinterpret_cast<float*>(BlockMemory());
   float* const sums = x + memory.x;
   float* const received = sums + memory.sums;
   float* const logits = received + memory.received;
-  const auto send = [&](int expert, float sum) {
-    WriteTo(0, received + block * experts + expert, sum);
+  const auto send = [&](int token, int expert, float sum) {
+    WriteTo(token, received + block * experts + expert, sum);
   };
   if constexpr (kTransposed) {
-    MultiplyColumns<kBFloat16>(args, part, x, send);
+    MultiplyColumns<kBFloat16, kTokens>(args, part, x, send);
   } else {
-    MultiplyRows<kBFloat16>(args, part, x, sums, send);
+    MultiplyRows<kBFloat16, kTokens>(args, part, x, sums, send);
   }
   ArriveAtCluster<true>();
   WaitForCluster();
-  if (block > 0) return;
+  if (block >= part.tokens) return;
+  const int token = part.token + block;
   for (int expert = threadIdx.x; expert < experts; expert += BlockThreads()) {
     float sum = 0.0f;
     for (int b = 0; b < blocks; ++b) sum += received[b * experts + expert];
     if (args.logit_bias != nullptr) sum += args.logit_bias[expert];
     logits[expert] = sum;
-    args.logits[int64_t{part.token} * experts + expert] = sum;
+    args.logits[int64_t{token} * experts + expert] = sum;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
-    ChooseExperts<kItems>(args.choice, part.token, logits,
-                          [&](int expert) { return logits[expert]; });
+    ChooseExperts<kItems>(args.choice, token, logits, [&](int expert) { return logits[expert]; });
   }
 }
 

@@ -1,4 +1,4 @@
-// Tiles of at most 32 rows: their sums, sums of parts of k, and plain results. Each warp multiplies
+// Tiles of 16 or 32 rows: their sums, sums of parts of k, and plain results. Each warp multiplies
 // its 16 columns by mma.sync. WGMMA would make the four warps of a warpgroup wait for each other
 // every few instructions, and decoding, which is what takes the time here, leaves registers for
 // nothing that is under way.
@@ -21,7 +21,7 @@ struct FewRowsProducts {
   using Memory = typename Config::SharedMemory;
   using Weights = typename Config::Weights;
   static constexpr int kBlocks = Config::kBlocks, kBlockSums = Config::kRows / 2;
-  static_assert(Config::kRows == 32);
+  static_assert(Config::kRows == 16 || Config::kRows == 32);
   // Units of sums, those of kAny in those of kSmall.
   static constexpr float kUnit = Config::kHasSmall ? Weights::kFactor / Weights::kSmallFactor : 1;
   using Sums = float[kBlocks][kBlockSums];
@@ -38,9 +38,9 @@ struct FewRowsProducts {
       constexpr bool kAsks = Config::kHasSmall && asks.value;
       if (work.rows <= 8) {
         MultiplySlices<1, kAsks>(quantized, memory, work, group, at, sums);
-      } else if (work.rows <= 16) {
+      } else if (Config::kRows == 16 || work.rows <= 16) {
         MultiplySlices<2, kAsks>(quantized, memory, work, group, at, sums);
-      } else {  // affine codes would spill
+      } else if constexpr (Config::kRows == 32) {  // affine codes would spill
         MultiplySlices<4, kAsks && kUnit == 1>(quantized, memory, work, group, at, sums);
         if (kAsks) Multiply<4>(sums, kUnit);
       }

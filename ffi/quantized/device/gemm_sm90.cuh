@@ -35,6 +35,7 @@ struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   static constexpr int kMostPlanes = 1;     // planes of x that a stage has room for
   static constexpr int kMoreBytes = 0;      // of a stage, beside x, codes and scales
   static constexpr bool kAdapters = false;  // it may add a product of low rank: adapter_sm90.cuh
+  static constexpr bool kHalves = false;    // two blocks of columns are of W's two halves
 };
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
@@ -44,7 +45,7 @@ struct QuantizedGemmSm90Config : Traits {
   using Traits::kMostPlanes;
   using Traits::kRows, Traits::kBlocks, Traits::kMostStages, Traits::kBlocksPerSm, Traits::kWarps;
   using typename Traits::Weights;
-  static constexpr int kScheduledBlocks = kBlocks;
+  static constexpr int kScheduledBlocks = Traits::kHalves ? kOfBothHalves : kBlocks;
   // One thread copies all of a stage, and of x no more than a half or a quarter of the tile's rows
   // where there are no more. The pieces of prepacked weights are too many for it where WGMMA
   // multiplies and an SM has no other.
@@ -62,9 +63,10 @@ struct QuantizedGemmSm90Config : Traits {
   static constexpr int kThreads = 384, kWorks = 4;
   // The most slices of a stage: two, or, where warps multiply at most 16 rows, more.
   static constexpr int kSlices = kWarps ? Weights::kFewRowsSlices : 2;
-  static constexpr int kChunkL = kRows % 64 != 0 ? 32 : 64;
+  static constexpr int kChunkL = kRows < 32 ? kRows : kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunksL = kRows / kChunkL;
-  static constexpr int kRowsBytes = 2 * kMostPlanes * kChunksL * kChunkBytesL;  // of x
+  static constexpr int kRowsBytes =  // of x
+      (kRows < 32 ? kSlices : 2) * kMostPlanes * kChunksL * kChunkBytesL;
   static constexpr int kStageBytes =
       kRowsBytes + Traits::kMoreBytes +
       kSlices * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
@@ -93,12 +95,12 @@ struct QuantizedGemmSm90Config : Traits {
   // The rows of x that are copied for a tile of so many rows, and the map that copies them.
   static constexpr int kMostBoxRows = kRows;
   __device__ static constexpr int BoxRows(int rows) {
-    return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
+    return kRows >= 32 && rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
   }
   __device__ static const CUtensorMap* BoxMap(const GemmSm90& gemm, int rows) {
-    return rows <= kRows / 4   ? &gemm.rest_maps.l[0]
-           : rows <= kRows / 2 ? &gemm.rest_maps.l[1]
-                               : &gemm.l_map;
+    return kRows >= 32 && rows <= kRows / 4 ? &gemm.rest_maps.l[0]
+           : rows <= kRows / 2              ? &gemm.rest_maps.l[1]
+                                            : &gemm.l_map;
   }
   // Slices of a stage of such a tile, and bytes of x in each.
   __host__ __device__ static constexpr int StageSlices(int rows) {
@@ -386,7 +388,14 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
         if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums[0]);
       }
       // Tiles of fewer rows than a chunk have no options.
-      if constexpr (Config::kRows % 32 == 0) epilogue.Store(work, 64 * group, sums[0]);
+      if constexpr (Config::kRows % 32 == 0 || Config::kRows == 16) {
+        epilogue.Store(work, 64 * group, sums[0]);
+      }
+    } else if constexpr (Config::kHalves) {
+      StoreFewRows(gemm, work, 64 * group, sums[0]);
+      Work other = work;
+      other.out += gemm.n / 2;
+      StoreFewRows(gemm, other, 64 * group, sums[1]);
     } else {
       epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }

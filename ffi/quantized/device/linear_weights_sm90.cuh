@@ -29,7 +29,7 @@ struct LinearWeights {
   static constexpr DType kX = kX_;  // of x, and of floating scales
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false, kHasXSums = false;  // scaled_lines_sm90.cuh
-  static constexpr bool kScalesSums = Codes::kScalesSums;
+  static constexpr bool kScalesSums = Codes::kScalesSums, kSixteens = false;
   static constexpr bool kHasSmall = kHalf ? Codes::kHasSmallHalves : Codes::kHasSmall;
   static constexpr float kFactor = kHalf ? Codes::kHalfUnit : Codes::kUnit;
   static constexpr float kSmallFactor = Codes::kSmallFactor;

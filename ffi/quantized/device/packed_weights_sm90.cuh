@@ -21,6 +21,8 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
   static constexpr bool kScalesSums = false;
   static constexpr int kBlocksPerSm = rules::kPackedBlocksPerSm;  // where there are few rows
   static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages
+  // Whether there are tiles of 16 rows and two blocks of columns: where codes take few registers.
+  static constexpr bool kSixteens = kMode == Mode::kNvfp4 && kX == DType::kBF16;
   static constexpr bool kAlwaysWarps = FormatTraits<kMode, kBits>::kPackedByWarps;
   static constexpr int kLoadsLateFrom = Codes::kLoadsLateFrom;
   static constexpr int kFewRowsSlices = kBits < 8 ? 4 : 2;       // of a stage where warps multiply
@@ -78,9 +80,9 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
   __device__ static void CopyStages(const QuantizedGemmSm90& quantized,
                                     typename Config::SharedMemory& memory) {
     const GemmSm90& gemm = quantized.gemm;
-    const bool gated = IsGated(gemm.epilogue.activation);
+    const bool halves = Config::kHalves || IsGated(gemm.epilogue.activation);
     const int half = gemm.n / 128;  // tiles from a gate to what it lets through
-    const int tiles = gated ? half : quantized.packed.column_tiles;
+    const int tiles = halves ? half : quantized.packed.column_tiles;
     const int tile_scales = TileScales(quantized.packed);
     const int64_t block = static_cast<int64_t>(half) * quantized.packed.k_tiles;
     Place<Config::kStages> at;

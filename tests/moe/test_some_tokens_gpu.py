@@ -1,0 +1,99 @@
+"""A layer of some tokens, by four kernels of which each begins before the one before has ended."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from device_runs import needs_hopper, run
+from replays import CAPTURED, EAGER, refill, same_bits
+from test_few_dense_gpu import problem
+
+import jax_groupgemm as jgg
+
+pytestmark = [pytest.mark.gpu, needs_hopper]
+E, D, F = 64, 512, 256
+
+
+def packed(mode, *weights, **options):
+    """(E, K, N) in layout "sm90"."""
+    quantized = (jgg.quantize(w, mode=mode, contract=-2, **options) for w in weights)
+    return [jgg.prepack(q, strict=True) for q in quantized]
+
+
+def check(problem, **options):
+    """Against the composition of other kernels, and that it is four kernels."""
+    layer = lambda *a: jgg.moe_mlp(*a, **options)
+    out, kernels = run(jax.jit(layer), *problem)
+    assert [sum(name in k for k in kernels) for name in ("SomeRows", "SumSomeRows")] == [2, 1]
+    assert len(kernels) == 4, kernels
+    want = jax.jit(lambda *a: jgg.moe_mlp(*a, **options, implementation="composed"))(*problem)
+    assert out.dtype == want.dtype
+    got, want = oracle.f64(out), oracle.f64(want)
+    assert (np.isnan(got) == np.isnan(want)).all()
+    difference = np.linalg.norm(np.nan_to_num(got - want))
+    assert difference <= 5e-3 * np.linalg.norm(np.nan_to_num(want))
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tokens", "k"), [(64, 8), (13, 5), (65, 1), (32, 32)])
+def test_arrays(rng, dtype, tokens, k):
+    check(problem(rng, dtype, tokens, k, e=E, d=D, f=F))
+
+
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp4", "affine", "mxfp8", "fp8"])
+@pytest.mark.parametrize(("tokens", "k"), [(64, 8), (17, 4)])
+def test_quantized(rng, mode, tokens, k):
+    x, up, down, *pairs = problem(rng, "bfloat16", tokens, k, e=E, d=D, f=F)
+    check((x, *packed(mode, up, down), *pairs))
+
+
+def test_shapes_and_options(rng):
+    """Sizes that no tile divides, weights along K, experts elsewhere, one expert of all tokens."""
+    check(problem(rng, "bfloat16", 40, 4, e=24, d=200, f=104))
+    x, up, down, index, weight = problem(rng, "bfloat16", 24, 4, e=E, d=D, f=F)
+    transposed = x, up.swapaxes(1, 2), down.swapaxes(1, 2), index, weight
+    check(transposed, transpose_w=True)
+    index = index.at[3].set(-1).at[4, 1].set(E + 20).at[5:20].set(7)
+    some = x, up, down, index, weight
+    check(some, expert_offset=jnp.int32(5))
+    check(some, activation="geglu", preferred_element_type=jnp.float32)
+    check((x, *packed("nvfp4", up, down), index, weight))
+
+
+def test_nan(rng):
+    """A NaN stays in its token, and in its column."""
+    x, up, down, _, weight = problem(rng, "bfloat16", 40, 2, e=E, d=D, f=F)
+    index = jnp.arange(80, dtype=jnp.int32).reshape(40, 2) % E
+    out = check((x.at[1, 7].set(jnp.nan), up, down, index, weight))
+    np.testing.assert_array_equal(np.isnan(oracle.f64(out)).all(1), np.arange(40) == 1)
+
+
+@pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_replayed(rng, quantized, options):
+    """Layers one after the other, which write where the ones before have read; 50 runs, and other
+    operands at the same place between them."""
+    x, up, down, index, weight = problem(rng, "bfloat16", 64, 8, e=E, d=D, f=F)
+    if quantized:
+        up, down = packed("nvfp4", up, down)
+
+    def layers(x, index, weight, *weights):
+        for i in range(6):
+            y = jgg.moe_mlp(x, *weights, (index + i) % E, weight)
+            x = (y / jnp.sqrt(jnp.square(y).mean())).astype(x.dtype)
+        return x
+
+    compiled = jax.jit(layers).lower(x, index, weight, up, down).compile(compiler_options=options)
+    sets = [(x, index, weight), (jnp.roll(x, 3, 1), (index + 5) % E, weight[:, ::-1])]
+    want = x
+    for i in range(6):  # each layer alone
+        y = jax.jit(jgg.moe_mlp)(want, up, down, (index + i) % E, weight)
+        want = (y / jnp.sqrt(jnp.square(y).mean())).astype(x.dtype)
+    firsts = [compiled(*given, up, down) for given in sets]
+    assert oracle.error(firsts[0], oracle.f64(want)) < 3e-2
+    held = jax.tree.map(jnp.copy, sets[0])
+    for i in range(50):
+        held = refill(held, sets[i % 2])
+        assert same_bits(compiled(*held, up, down), firsts[i % 2])
