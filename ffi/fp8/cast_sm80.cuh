@@ -43,13 +43,13 @@ cudaError_t LaunchFp8CastSm80Instance(cudaStream_t stream, const Fp8CastSm80& ar
   CastParams cast{};
   if (cudaError_t error = MakeCastParams(stream, args, Size(kOf), &cast)) return error;
   if (!args.has_codes()) {
-    return LaunchQuantize(stream, cast, LargestKernel<kOf>, args.parts,
-                          args.matrices, kLargestThreads);
+    return LaunchQuantize(stream, cast, LargestKernel<kOf>, args.parts, args.matrices,
+                          kLargestThreads);
   }
   return DispatchBool(args.e5m2, [&](auto e5m2) {
     constexpr Element kElement = e5m2.value ? Element::kE5M2 : Element::kE4M3;
-    return LaunchQuantize(stream, cast, CastKernel<kOf, kElement>, args.blocks(),
-                          args.matrices, kSquareThreads);
+    return LaunchQuantize(stream, cast, CastKernel<kOf, kElement>, args.blocks(), args.matrices,
+                          kSquareThreads);
   });
 }
 

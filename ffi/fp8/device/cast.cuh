@@ -3,7 +3,8 @@
 //   one
 //                  read of x; and the largest magnitudes, for the scale of the next step
 //   LargestKernel  the largest magnitudes alone, of which a scale is made
-//   CodesKernel    codes that are there, in another order: lines by list, as they are and transposed
+//   CodesKernel    codes that are there, in another order: lines by list, as they are and
+//   transposed
 // A scale is the same along both axes, so the codes are, and are made once.
 #pragma once
 

@@ -370,9 +370,8 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     typename P::Sums sums;
     if constexpr (Config::kLate) {
-      const float scale =
-          P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums,
-                          [&] { late.Stage(memory, group, staged_chunks); });
+      const float scale = P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums,
+                                          [&] { late.Stage(memory, group, staged_chunks); });
       return late.Keep(sums, scale, Fp8Chunks<Config>(work, group));
     } else if constexpr (Config::kFast) {
       const float scale =
@@ -389,9 +388,8 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
     const auto stage = [&](int chunk, char* staged) __attribute__((always_inline)) {
       const float* from = &sums[0][0] + chunk * (kChunk / 2);
       if constexpr (Config::kRowsFirst) {
-        StageColumns<kChunk>(staged, kChunk / 8, [&](int word) {
-          return Pack<T>(from[2 * word], from[2 * word + 1]);
-        });
+        StageColumns<kChunk>(staged, kChunk / 8,
+                             [&](int word) { return Pack<T>(from[2 * word], from[2 * word + 1]); });
       } else if constexpr (Config::kWide) {
         StageFloatsAnew<kChunk>(from, staged);
       } else {

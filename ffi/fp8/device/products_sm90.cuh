@@ -232,8 +232,8 @@ struct Fp8RowProducts {
   }
 };
 
-// The sums of all k, as tensor cores add them up, and the product of both matrices' scales. Sums lie
-// as in Fp8Products.
+// The sums of all k, as tensor cores add them up, and the product of both matrices' scales. Sums
+// lie as in Fp8Products.
 template <typename Config>
 struct Fp8FastProducts {
   using Memory = typename Config::SharedMemory;
