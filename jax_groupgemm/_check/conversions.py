@@ -131,6 +131,9 @@ def _fp8(dtype, rng, quick) -> Iterator[Trial]:
     for block in ((1, 128), (128, 128)):
         function = functools.partial(fp8_quantize, block=block)
         yield _same_on_cpu(f"blocks {block}", function, dtype, rng, (300, 256))
+    for axis in (-1, -2):
+        function = functools.partial(fp8_quantize, block=None, axis=axis, scale_format="e8m0")
+        yield _same_on_cpu(f"one scale, axis {axis}", function, dtype, rng, (304, 256))
     yield from _grouped(fp8_quantize, dtype, rng, quick, {})
 
 

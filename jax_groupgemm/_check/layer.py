@@ -45,7 +45,11 @@ def lines(packs: bool) -> list[Line]:
         found.append(Line("router.choose_for", dtype, _bound(_choice_for, dtype)))
     for mode in ("affine", "nvfp4"):
         found.append(Line(f"moe_mlp {mode}", "bfloat16", _bound(_quantized, mode, packs)))
-    return [*found, Line("moe_mlp FP8 gradients", "bfloat16", _fp8), Line("route", "int32", _route)]
+    for name, recipe in (
+        ("FP8", FP8Recipe()), ("FP8 tensor", FP8Recipe(scaling="tensor", accumulate="fast")),
+    ):  # fmt: skip
+        found.append(Line(f"moe_mlp {name} gradients", "bfloat16", _bound(_fp8, recipe)))
+    return [*found, Line("route", "int32", _route)]
 
 
 def _bound(function, *given):
@@ -260,7 +264,7 @@ def _back(x, up, down, index, weight, ct, **options):
     return jax.vjp(layer, x, up, down, weight)[1](ct)
 
 
-def _fp8(rng, quick) -> Iterator[Trial]:
+def _fp8(recipe, rng, quick) -> Iterator[Trial]:
     for tokens, experts, choices, d, f in ((300, 4, 2, 256, 128), (700, 8, 2, 512, 256))[
         : 1 + (not quick)
     ]:
@@ -269,7 +273,7 @@ def _fp8(rng, quick) -> Iterator[Trial]:
         for name, index in _indices(rng, tokens, experts, choices):
             o = x, up, down, index, weight, ct
             runs.append(Run(name, o, lambda o=o: _near(_value(*o)[1:], _FP8_ALLOWED)))
-        function = functools.partial(_back, recipe=FP8Recipe())
+        function = functools.partial(_back, recipe=recipe)
         yield Trial(f"T={tokens} E={experts} k={choices} D={d} F={f}", function, runs)
 
 

@@ -41,7 +41,9 @@ def lines() -> list[Line]:
         ]
     return [
         *found,
+        Line("fp8_grouped_mm fast", "bfloat16", _fp8_fast),
         Line("fp8_grouped_wgrad", "float32", _fp8_wgrad),
+        Line("fp8_grouped_wgrad fast", "float32", _fp8_fast_wgrad),
         Line("nvfp4_grouped_wgrad", "float32", _nvfp4_wgrad),
     ]
 
@@ -79,9 +81,33 @@ def _fp8_mm(dtype, rng, quick) -> Iterator[Trial]:
         yield Trial(label(rows, groups, k, n), function, runs)
 
 
+def _of_one_scale(q: Quantized) -> Quantized:
+    """The same codes with a scale for each matrix."""
+    return dataclasses.replace(q, scales=q.scales[..., 0, 0], block=None, group_size=None)
+
+
+def _fp8_fast(rng, quick) -> Iterator[Trial]:
+    """NaN is not among the cases: it would be the scale of all rows."""
+    function = functools.partial(fp8_grouped_mm, accumulate="fast")
+    for rows, groups, n, k in _shapes(quick):
+        x, w = fp8_rows(rng, rows, k), random(rng, (groups, n, k), "fp8")
+        (x, w), runs = map(_of_one_scale, (x, w)), []
+        for name, s in sizes.variants(rng, rows, groups, quick):
+            if name == sizes.NAN:
+                continue
+            want = lambda x=x, w=w, s=s, k=k: [[
+                oracle.grouped_mm(_wide(x), _wide(w), s, transpose_w=True).want(
+                    "bfloat16", k, _FP8_ERROR
+                )
+            ]]  # fmt: skip
+            runs.append(Run(name, (x, w, s), want))
+        yield Trial(label(rows, groups, k, n), function, runs)
+
+
 def _wide(q: Quantized) -> np.ndarray:
     """Values of fp8, of which scales are float32 numbers of any kind, in float64."""
-    assert q.block is not None
+    if q.block is None:
+        return E4M3[oracle.codes(q)] * oracle.f64(q.scales)[..., None, None]
     scales = oracle.f64(q.scales).repeat(q.block[0], -2).repeat(q.block[1], -1)
     codes = E4M3[oracle.codes(q)]
     return codes * scales[..., : codes.shape[-2], : codes.shape[-1]]
@@ -150,17 +176,22 @@ def _fp8_wgrad(rng, quick) -> Iterator[Trial]:
     yield from _wgrad(rng, quick, "fp8", fp8_grouped_wgrad, _FP8_ERROR)
 
 
+def _fp8_fast_wgrad(rng, quick) -> Iterator[Trial]:
+    function = functools.partial(fp8_grouped_wgrad, accumulate="fast")
+    yield from _wgrad(rng, quick, "fp8", function, _FP8_ERROR, _of_one_scale)
+
+
 def _nvfp4_wgrad(rng, quick) -> Iterator[Trial]:
     yield from _wgrad(rng, quick, "nvfp4", nvfp4_grouped_wgrad, _NVFP4_ERROR)
 
 
-def _wgrad(rng, quick, mode, function, least) -> Iterator[Trial]:
+def _wgrad(rng, quick, mode, function, least, of=lambda q: q) -> Iterator[Trial]:
     for rows, groups, n, k in _shapes(quick):
         runs = []
         for name, s in sizes.variants(rng, rows, groups, quick):
             if name == sizes.NAN:
                 continue
-            x, dy = (_along_rows(rng, mode, columns, s, rows) for columns in (k, n))
+            x, dy = (of(_along_rows(rng, mode, columns, s, rows)) for columns in (k, n))
             want = lambda x=x, dy=dy, s=s, r=rows: [
                 [oracle.grouped_wgrad(_rows(dy), _rows(x), s).want("float32", r, least)]
             ]
