@@ -121,6 +121,7 @@ void Backward(const Operands& o) {
   p.rows = o.rows;
   p.columns = o.columns;
   p.along = o.along;
+  p.inside = groups.starts.data() + o.groups;
   p.groups = groups.tiles.data();
   p.known = o.scales;
   p.codes = static_cast<uint8_t*>(o.codes);
@@ -132,6 +133,10 @@ void Backward(const Operands& o) {
               {static_cast<const char*>(o.d), 2 * o.rows * o.columns},
               {reinterpret_cast<const char*>(o.row_scale), 4 * o.rows},
               {reinterpret_cast<const char*>(o.scales), 8}};
+  if (o.scales == nullptr) {
+    return RunBlocks({static_cast<unsigned>(o.parts), 1}, kLargestThreads,
+                     [&] { DifferentiatedKernel<kOf, kActivation>(p); });
+  }
   const auto blocks = static_cast<unsigned>(groups.tiles.size() * (o.columns / kBlock));
   RunBlocks({blocks, 1}, kActivationThreads, [&] {
     o.e5m2 ? ActivationCastKernel<kOf, kActivation, Element::kE5M2>(p)
