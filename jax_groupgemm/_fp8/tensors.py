@@ -89,14 +89,12 @@ def measured(x, *, seed=None, ages=None, history: int = 1, element: str = "e4m3"
     return convert.made(codes, scales, block=None), ranges
 
 
-def reordered_lines(q: Quantized, row_index, group_sizes, *, rows: bool = True):
-    """``(rows, lines)`` of ``q[row_index]``, as :func:`quantized_lines` has them of an array; or
-    ``(None, lines)``. Rows of no group may hold anything."""
-    axes = (-1, -2) if rows else (-2,)
-    *first, lines = cast.reordered(q.weight, group_sizes, row_index, axes)
+def listed_lines(q: Quantized, row_index, group_sizes) -> Quantized:
+    """``q[row_index]`` as weight gradients contract it; rows are zeros where the index is
+    negative."""
+    (lines,) = cast.reordered(q.weight, group_sizes, row_index, (-2,))
     positions = padding.padding(group_sizes, row_index.shape[0], blocks.GROUPED).positions
-    of_rows = convert.made(first[0], q.scales, block=None) if rows else None
-    return of_rows, convert.made(lines, q.scales, positions, block=None, axis=-2)
+    return convert.made(lines, q.scales, positions, block=None, axis=-2)
 
 
 def scale_of(largest, ages, history: int, element: str):

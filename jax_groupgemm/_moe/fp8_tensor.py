@@ -1,8 +1,8 @@
 """``FP8Tensor``: the layer with one scale for each tensor, as ``fp8.py`` has that of blocks.
 
 Its kernels, ``FP8TensorKernels``, find a scale in one pass and cast in another; with delayed
-scaling the first pass ends at once. Tokens are cast once, before they are copied to their rows as
-bytes, and transposed for weight gradients. The activation and its backward pass are made in both passes,
+scaling the first pass ends at once. Tokens are cast before they are copied to their rows as bytes,
+and before weight gradients transpose them by list. The activation and its backward pass are made in both passes,
 which read h and d and store no array of them. An activation times its rows' weights, which weight
 gradients contract, has the delayed scale of the activation.
 """
@@ -121,7 +121,8 @@ class Codes(NamedTuple):
 
 
 class Contracted(NamedTuple):
-    """What down's weight gradients contract: the activation, and the tokens' cotangents."""
+    """What down's weight gradients contract: the activation, along rows, and the cotangents of
+    tokens."""
 
     activation: Quantized
     ct: Quantized
@@ -154,26 +155,21 @@ class FP8TensorKernels(CodesOfKernels, FP8Tensor):
         same = {"element": element, "history": self.recipe.history}
         ages = states.ages("down", "dy")
         codes, of_ct = tensors.measured(ct, seed=seed_of_key(key), ages=ages, **same)
-        of_rows, along_tokens = tensors.reordered_lines(
-            codes, tokens_of_rows(routing), routing.group_sizes
-        )
-        d = self._gradient(of_rows, down, routing)
+        d = self._gradient(dispatched_codes(codes, routing), down, routing)
         by_rows, along_rows, a, sums, of_dh = activation_cast.quantized_backward(
             h, d, row_weight, routing.group_sizes, self.activation, seed=seed_of_key(up_keys[0]),
             ages=(states.ages("up", "dy"), states.ages("down", "x")), **same,
         )  # fmt: skip
-        return Codes(by_rows, along_rows, (of_dh, of_ct)), Contracted(a, along_tokens), sums
+        return Codes(by_rows, along_rows, (of_dh, of_ct)), Contracted(a, codes), sums
 
     def weight_cotangent(self, linear, tokens, rows, routing, key, *, first):
         if first:
             ages, history = linear.state.ages("up", "x"), self.recipe.history
             codes, _ = tensors.measured(tokens, ages=ages, history=history)  # once more
-            _, x = tensors.reordered_lines(
-                codes, tokens_of_rows(routing), routing.group_sizes, rows=False
-            )
-            dy = rows.along_rows
         else:
-            x, dy = rows
+            rows, codes = rows
+        of_tokens = tensors.listed_lines(codes, tokens_of_rows(routing), routing.group_sizes)
+        dy, x = (rows.along_rows, of_tokens) if first else (of_tokens, rows)
         pair = (x, dy) if self.transpose_w else (dy, x)
         how = accumulates(self.recipe)[2]
         return grouped_wgrad(*pair, routing.group_sizes, dtype=linear.w.dtype, accumulate=how)

@@ -217,18 +217,13 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
   });
 }
 
-// This thread's number, read anew. There are no registers to keep addresses through the products.
-__device__ __forceinline__ uint32_t ThreadAnew() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-// As StagedSm90::StageFloats.
+// As StagedSm90::StageFloats, but reads the thread's number anew, of which it makes addresses.
+// There are no registers to keep them through the products.
 template <int kRows>
 __device__ __forceinline__ void StageFloatsAnew(const float* sums, char* staged) {
-  const uint32_t thread = ThreadAnew(), lane = thread % 32;
-  const uint32_t line = thread % 128 / 32 * 16 + lane / 4;
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const uint32_t lane = thread % 32, line = thread % 128 / 32 * 16 + lane / 4;
   float* to = reinterpret_cast<float*>(staged);
 #pragma unroll
   for (int block = 0; block < kRows / 8; ++block) {
@@ -264,41 +259,6 @@ __device__ ChunkPlace PlaceOfFp8Chunk(int chunk, int group) {
   return {chunk % kEach * Config::kStoreChunk, 128 * group + 64 * (chunk / kEach)};
 }
 
-// Which chunks of a warpgroup's tile exist, a bit for each.
-template <typename Config>
-__device__ __forceinline__ uint32_t Fp8Chunks(const Work& work, int group) {
-  uint32_t chunks = 0;
-#pragma unroll
-  for (int chunk = 0; chunk < kChunksOfFp8<Config>; ++chunk) {
-    if (PlaceOfFp8Chunk<Config>(chunk, group).In(work)) chunks |= 1u << chunk;
-  }
-  return chunks;
-}
-
-// A warpgroup hands those of `chunks` that are in [first, end) to the warp that stores, no more
-// than there are buffers. stage(chunk, buffer) writes one. One fence serves all, which a warp waits
-// for as long as it takes to write two.
-template <typename Config, typename Counted, typename Stage>
-__device__ __forceinline__ void StageFp8Chunks(typename Config::SharedMemory& memory, int group,
-                                               uint32_t chunks, int first, int end,
-                                               Counted& staged_chunks, Stage stage) {
-  const Counted before = staged_chunks;
-#pragma unroll
-  for (int chunk = first; chunk < end; ++chunk) {
-    if ((chunks >> chunk & 1) == 0) continue;
-    const auto place = staged_chunks.Next();
-    Wait(&memory.stores.empty[group][place.index], place.parity ^ 1);
-    stage(chunk, Buffer<Config>(memory, group, place.index));
-  }
-  FenceAsyncProxy();
-  __syncwarp();
-  if (threadIdx.x % 32 != 0) return;
-#pragma unroll 1
-  for (Counted each = before; each.count != staged_chunks.count;) {
-    Arrive(&memory.stores.full[group][each.Next().index]);
-  }
-}
-
 // The result of a warpgroup's tile, rounded, two numbers a word. It leaves while the next tile is
 // multiplied.
 template <typename Config>
@@ -314,10 +274,11 @@ class LateFp8Tile {
 
   // Keeps sums times `scale`.
   template <typename Sums>
-  __device__ __forceinline__ void Keep(const Sums& sums, float scale, uint32_t chunks) {
-    chunks_ = chunks;
+  __device__ __forceinline__ void Keep(const Sums& sums, float scale, const Work& work, int group) {
+    chunks_ = 0;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (PlaceOfFp8Chunk<Config>(chunk, group).In(work)) chunks_ |= 1u << chunk;
       const float* from = &sums[0][0] + chunk * 2 * kWords;
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
@@ -329,10 +290,23 @@ class LateFp8Tile {
   template <typename Counted>
   __device__ __forceinline__ void Stage(typename Config::SharedMemory& memory, int group,
                                         Counted& staged_chunks) {
-    StageFp8Chunks<Config>(
-        memory, group, chunks_, 0, kChunks, staged_chunks, [&](int chunk, char* staged) {
-          Config::Epilogue::StageWords(words_[chunk], staged, Config::kStoreChunk / 8);
-        });
+    static_assert(kChunks <= Config::kStoreBuffers);
+    const Counted before = staged_chunks;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if ((chunks_ >> chunk & 1) == 0) continue;
+      const auto place = staged_chunks.Next();
+      Wait(&memory.stores.empty[group][place.index], place.parity ^ 1);
+      Config::Epilogue::StageWords(words_[chunk], Buffer<Config>(memory, group, place.index),
+                                   Config::kStoreChunk / 8);
+    }
+    FenceAsyncProxy();  // one for all chunks
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll 1
+    for (Counted each = before; each.count != staged_chunks.count;) {
+      Arrive(&memory.stores.full[group][each.Next().index]);
+    }
   }
 
  private:
@@ -372,7 +346,7 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
     if constexpr (Config::kLate) {
       const float scale = P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums,
                                           [&] { late.Stage(memory, group, staged_chunks); });
-      return late.Keep(sums, scale, Fp8Chunks<Config>(work, group));
+      return late.Keep(sums, scale, work, group);
     } else if constexpr (Config::kFast) {
       const float scale =
           P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums, Nothing{});
@@ -385,31 +359,22 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
       P::MultiplyTile(memory, work, group, at, sums);
     }
     constexpr int kChunk = Config::kStoreChunk, kChunks = kChunksOfFp8<Config>;
-    const auto stage = [&](int chunk, char* staged) __attribute__((always_inline)) {
-      const float* from = &sums[0][0] + chunk * (kChunk / 2);
-      if constexpr (Config::kRowsFirst) {
-        StageColumns<kChunk>(staged, kChunk / 8,
-                             [&](int word) { return Pack<T>(from[2 * word], from[2 * word + 1]); });
-      } else if constexpr (Config::kWide) {
-        StageFloatsAnew<kChunk>(from, staged);
-      } else {
-        Config::Epilogue::template StageHalvesOf<T>(from, staged, kChunk / 8);
-      }
-    };
-    if constexpr (Config::kRowsFirst || Config::kWide) {
-      const uint32_t chunks = Fp8Chunks<Config>(work, group);
 #pragma unroll
-      for (int first = 0; first < kChunks; first += Config::kStoreBuffers) {
-        StageFp8Chunks<Config>(memory, group, chunks, first, first + Config::kStoreBuffers,
-                               staged_chunks, stage);
-      }
-    } else {  // has no registers for several at once
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        if (!PlaceOfFp8Chunk<Config>(chunk, group).In(work)) continue;
-        Place<Config::kStoreBuffers> store = staged_chunks.Next();
-        StageChunk<Config>(memory, group, store, [&](char* staged) { stage(chunk, staged); });
-      }
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (!PlaceOfFp8Chunk<Config>(chunk, group).In(work)) continue;
+      Place<Config::kStoreBuffers> store = staged_chunks.Next();
+      StageChunk<Config>(memory, group, store, [&](char* staged) {
+        const float* from = &sums[0][0] + chunk * (kChunk / 2);
+        if constexpr (Config::kRowsFirst) {
+          StageColumns<kChunk>(staged, kChunk / 8, [&](int word) {
+            return Pack<T>(from[2 * word], from[2 * word + 1]);
+          });
+        } else if constexpr (Config::kWide) {
+          StageFloatsAnew<kChunk>(from, staged);
+        } else {
+          Config::Epilogue::template StageHalvesOf<T>(from, staged, kChunk / 8);
+        }
+      });
     }
   });
   if constexpr (Config::kLate) late.Stage(memory, group, staged_chunks);
