@@ -2,9 +2,9 @@
 
 Its kernels, ``FP8TensorKernels``, find a scale in one pass and cast in another; with delayed
 scaling the first pass ends at once. Tokens are cast before they are copied to their rows as bytes,
-and before weight gradients transpose them by list. The activation and its backward pass are made in both passes,
-which read h and d and store no array of them. An activation times its rows' weights, which weight
-gradients contract, has the delayed scale of the activation.
+and before weight gradients transpose them by list. The activation and its backward pass are made in
+both passes, which read h and d and store no array of them. An activation times its rows' weights,
+which weight gradients contract, has the delayed scale of the activation.
 """
 
 from __future__ import annotations
