@@ -42,7 +42,8 @@ from .records import rows
 from .report import table
 
 ARMS = (*moe_layers.LAYERS, "products", *moe_peers.PEERS)
-DEFAULT = tuple(name for name in ARMS if name not in (*moe_peers.PEERS, "fp8"))
+FP8 = ("fp8", "fp8_tensor")
+DEFAULT = tuple(name for name in ARMS if name not in (*moe_peers.PEERS, *FP8))
 DECODE_ARMS = ("ours", "composed", "readme_old", "permutation")  # of bfloat16; nvfp4: the first two
 DECODE_TOKENS = (1, 8, 64)
 LAYERS = 10
@@ -135,7 +136,7 @@ def _nan_last(value: float) -> float:
 
 
 def right(name: str, found: dict[str, float]) -> bool:
-    limit = FP8_TOLERANCE if name == "fp8" else TOLERANCE
+    limit = FP8_TOLERANCE if name in FP8 else TOLERANCE
     return bool(found) and all(e <= limit for e in found.values())  # NaN is not
 
 

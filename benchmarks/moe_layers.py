@@ -42,6 +42,13 @@ def fp8(x, router, up, down, k):
     return jgg.moe_mlp(x, up, down, expert, weight, recipe=recipe)
 
 
+def fp8_tensor(x, router, up, down, k):
+    """With a scale for each tensor, and fast sums."""
+    weight, expert = chosen(x, router, k)
+    recipe = jgg.FP8Recipe(scaling="tensor", accumulate="fast", stochastic_rounding=False)
+    return jgg.moe_mlp(x, up, down, expert, weight, recipe=recipe)
+
+
 def composed(x, router, up, down, k):
     weight, expert = routed(x, router, k)
     return jgg.moe_mlp(x, up, down, expert, weight, implementation="composed")
@@ -117,6 +124,7 @@ def ragged_dot(x, router, up, down, k):
 LAYERS = {
     "ours": ours,
     "fp8": fp8,
+    "fp8_tensor": fp8_tensor,
     "composed": composed,
     "readme_old": readme_old,
     "permutation": permutation,

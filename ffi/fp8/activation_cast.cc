@@ -71,7 +71,8 @@ static ffi::Error Fp8ActivationCastBackward(cudaStream_t stream, ffi::AnyBuffer 
     return InvalidArgument(kOp, "expected codes and sums, if there are scales, largest, and a ",
                            "workspace");
   }
-  JGG_RETURN_IF_ERROR(BindActivation(kOp, activation, h, sizes, **workspace, true, &args.of));
+  JGG_RETURN_IF_ERROR(
+      BindActivation(kOp, activation, h, sizes, **workspace, args.scales != nullptr, &args.of));
   const int64_t rows = args.of.rows, columns = args.of.columns;
   args.along = Fp8PaddedRows(rows, args.of.groups);
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args.along}));
@@ -81,8 +82,9 @@ static ffi::Error Fp8ActivationCastBackward(cudaStream_t stream, ffi::AnyBuffer 
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "row_scale", "(R,)", row_scale, {rows}));
   args.d = d.untyped_data();
   args.row_scale = static_cast<const float*>(row_scale.untyped_data());
-  const int64_t blocks = args.along / 128 * (columns / 128);
-  JGG_RETURN_IF_ERROR(BindLargest(kOp, **largest, "(blocks, 2, 2)", {blocks, 2, 2}, &args.largest));
+  const int64_t parts = args.scales != nullptr ? args.along / 128 * (columns / 128) : -1;
+  JGG_RETURN_IF_ERROR(BindLargest(kOp, **largest, "(parts, 2, 2)", {parts, 2, 2}, &args.largest));
+  args.parts = (*largest)->dimensions()[0];
   if (args.scales != nullptr) {
     auto codes = results.get<ffi::AnyBuffer>(0), turned = results.get<ffi::AnyBuffer>(1),
          activated = results.get<ffi::AnyBuffer>(2), sums = results.get<ffi::AnyBuffer>(3);

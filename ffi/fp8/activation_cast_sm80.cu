@@ -10,6 +10,11 @@ namespace jgg {
 using namespace fp8;
 using namespace fp8::device;
 
+// Pieces are counted in 32 bits, and those that nobody has, too.
+static bool CountsPieces(int64_t pieces, int64_t parts) {
+  return pieces <= INT32_MAX && parts <= INT32_MAX / (kLargestThreads * 8);
+}
+
 cudaError_t LaunchFp8ActivationCastSm80(cudaStream_t stream, const Fp8ActivationCastSm80& args) {
   ActivatedParams cast{};
   QuantizeParams& p = cast.of;
@@ -19,10 +24,7 @@ cudaError_t LaunchFp8ActivationCastSm80(cudaStream_t stream, const Fp8Activation
   p.columns = args.of.columns;
   cast.known = args.scales;
   cast.largest = static_cast<uint2*>(args.largest);
-  // Pieces are counted in 32 bits, and those that nobody has, too.
-  if (p.rows * p.columns / 8 > INT32_MAX || args.parts > INT32_MAX / (kLargestThreads * 8)) {
-    return cudaErrorInvalidConfiguration;
-  }
+  if (!CountsPieces(p.rows * p.columns / 8, args.parts)) return cudaErrorInvalidConfiguration;
   if (cudaError_t error =
           FindGroups(stream, args.of.sizes, args.of.groups, args.of.workspace, &p, 0)) {
     return error;
@@ -50,18 +52,27 @@ cudaError_t LaunchFp8ActivationCastBackwardSm80(cudaStream_t stream,
   p.largest = static_cast<uint2*>(args.largest);
   QuantizeParams groups = ParamsOf(Fp8Codes{}, args.along);
   groups.rows = p.rows;
-  if (cudaError_t error = FindGroups(stream, args.of.sizes, args.of.groups, args.of.workspace,
-                                     &groups, groups.blocks)) {
+  const int64_t tiles = args.scales != nullptr ? groups.blocks : 0;
+  if (cudaError_t error =
+          FindGroups(stream, args.of.sizes, args.of.groups, args.of.workspace, &groups, tiles)) {
     return error;
   }
+  p.inside = groups.inside;
   p.groups = groups.groups;
-  const int64_t blocks = groups.blocks * (p.columns / kBlock);
+  if (args.scales == nullptr) {
+    if (!CountsPieces(p.rows * p.columns / 8, args.parts)) return cudaErrorInvalidConfiguration;
+    return DispatchGated(args.of.activation, [&](auto of) {
+      return LaunchQuantize(stream, p,
+                            DifferentiatedKernel<DType::kBF16, decltype(of)::kActivation>,
+                            args.parts, 1, kLargestThreads);
+    });
+  }
   return DispatchGated(args.of.activation, [&](auto of) {
     return DispatchBool(args.e5m2, [&](auto e5m2) {
       constexpr Element kElement = e5m2.value ? Element::kE5M2 : Element::kE4M3;
       return LaunchQuantize(stream, p,
                             ActivationCastKernel<DType::kBF16, decltype(of)::kActivation, kElement>,
-                            blocks, 1, kActivationThreads);
+                            args.parts, 1, kActivationThreads);
     });
   });
 }

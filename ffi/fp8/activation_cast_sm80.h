@@ -28,7 +28,8 @@ struct Fp8ActivationCastBackwardSm80 {
   bool e5m2;            // codes of dh are
   void *codes, *turned, *activated;
   float* sums;    // (columns / 128, rows): of d * activation(h)
-  void* largest;  // (thread blocks, 2, 2): of dh and of the activation
+  void* largest;  // (parts, 2, 2): of dh and of the activation
+  int64_t parts;  // along / 128 * columns / 128 where there are codes
 };
 
 cudaError_t LaunchFp8ActivationCastBackwardSm80(cudaStream_t stream,

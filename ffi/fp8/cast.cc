@@ -17,9 +17,13 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
                                const ffi::AnyBuffer& sizes, const ffi::AnyBuffer& list,
                                const ffi::AnyBuffer& wanted, const Fp8CastAttrs& attrs,
                                Fp8CastSm80* args) {
-  JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
+  args->of_codes = x.element_type() == ffi::F8E4M3FN || x.element_type() == ffi::F8E5M2;
+  args->e5m2 = x.element_type() == ffi::F8E5M2;
+  if (!args->of_codes) {
+    JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
+    args->dtype = *ToDType(x.element_type());
+  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(M, R, C)", x, {-1, -1, -1}));
-  args->dtype = *ToDType(x.element_type());
   args->x = x.untyped_data();
   args->matrices = x.dimensions()[0];
   args->rows = x.dimensions()[1];
@@ -27,9 +31,13 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->matrices, args->rows, args->columns}));
   JGG_RETURN_IF_ERROR(CheckAligned(kOp, {args->x}));
   const bool has_codes = attrs.along_columns || attrs.along_rows;
+  const bool has_scales = has_codes && !args->of_codes;
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", has_codes ? "(M,)" : "(0,)", scales,
-                                 {has_codes ? args->matrices : 0}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", has_scales ? "(M,)" : "(0,)", scales,
+                                 {has_scales ? args->matrices : 0}));
+  if (args->of_codes && (args->matrices != 1 || attrs.largest)) {
+    return InvalidArgument(kOp, "codes are of one matrix, and have no magnitudes");
+  }
   args->scales = static_cast<const float*>(scales.untyped_data());
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "sizes", "(G,)", sizes, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
@@ -65,8 +73,12 @@ static ffi::Error BindCodes(ffi::RemainingRets results, size_t at, int64_t lines
   auto found = results.get<ffi::AnyBuffer>(at);
   if (!found) return found.error();
   const ffi::AnyBuffer codes = **found;
-  args->e5m2 = codes.element_type() == ffi::F8E5M2;
-  if (!args->e5m2) {
+  const bool e5m2 = codes.element_type() == ffi::F8E5M2;
+  if (args->of_codes && e5m2 != args->e5m2) {
+    return InvalidArgument(kOp, "codes have the format of x");
+  }
+  args->e5m2 = e5m2;
+  if (!e5m2) {
     JGG_RETURN_IF_ERROR(
         CheckDtype(kOp, "codes", codes, ffi::F8E4M3FN, "float8_e4m3fn or float8_e5m2"));
   }

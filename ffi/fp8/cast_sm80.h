@@ -14,6 +14,7 @@ namespace jgg {
 struct Fp8CastSm80 {
   DType dtype;
   bool e5m2;
+  bool of_codes;  // x are the codes, of one matrix; then there is no dtype, scale or `largest`
   const void* x;  // (M, R, C), or with a list (1, x_lines, C)
   int64_t matrices, rows, columns;
   const float* scales;   // (M,), where there are codes
@@ -40,6 +41,8 @@ struct Fp8CastSm80 {
 
 template <DType kOf>
 cudaError_t LaunchFp8CastSm80Instance(cudaStream_t stream, const Fp8CastSm80& args);
+
+cudaError_t LaunchFp8CodesSm80(cudaStream_t stream, const Fp8CastSm80& args);
 
 cudaError_t LaunchFp8CastSm80(cudaStream_t stream, const Fp8CastSm80& args);
 

@@ -12,6 +12,7 @@ cudaError_t LaunchFp8QuantizeSm80(cudaStream_t stream, const Fp8QuantizeSm80& ar
 }
 
 cudaError_t LaunchFp8CastSm80(cudaStream_t stream, const Fp8CastSm80& args) {
+  if (args.of_codes) return LaunchFp8CodesSm80(stream, args);
   return DispatchDType(
       args.dtype, [&](auto dtype) { return LaunchFp8CastSm80Instance<dtype.value>(stream, args); });
 }

@@ -122,8 +122,8 @@ def _activation_call(h, scale, group_sizes, *, activation: str):
     rows, columns = h.shape[0], h.shape[1] // 2
     sizes, _, workspace = groups_of(group_sizes, rows, along_rows=False)
     made = [] if scale is None else [jax.ShapeDtypeStruct((rows, columns), jnp.float8_e4m3fn)]
-    parts = max(1, min(rows * columns >> 13, 1056))
-    call = jax.ffi.ffi_call("jgg_fp8_activation_cast", [*made, _U32((parts, 2)), workspace])
+    results = [*made, _U32((_parts(rows, columns, 6), 2)), workspace]
+    call = jax.ffi.ffi_call("jgg_fp8_activation_cast", results)
     *codes, largest, _ = call(h, _scales(scale, 1), sizes, activation=activation)
     return *codes, largest.max(0)
 
@@ -133,10 +133,10 @@ def _backward_call(h, d, row_scale, scales, group_sizes, *, activation: str, ele
     codes of three and sums of 128 columns each where there are scales, largest magnitudes of each
     thread block, workspace."""
     rows, columns = h.shape[0], h.shape[1] // 2
-    sizes, along, workspace = groups_of(group_sizes, rows, along_rows=True)
-    blocks_ = along // 128 * (columns // 128)
-    made = []
+    sizes, along, workspace = groups_of(group_sizes, rows, along_rows=scales is not None)
+    made, parts = [], _parts(rows, columns, 4)
     if scales is not None:
+        parts = along // 128 * (columns // 128)
         of_dh = blocks.ELEMENTS[element].dtype
         made = [
             jax.ShapeDtypeStruct((rows, 2 * columns), of_dh),
@@ -144,7 +144,7 @@ def _backward_call(h, d, row_scale, scales, group_sizes, *, activation: str, ele
             jax.ShapeDtypeStruct((columns, along), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((columns // 128, rows), jnp.float32),
         ]
-    results = [*made, _U32((blocks_, 2, 2)), workspace]
+    results = [*made, _U32((parts, 2, 2)), workspace]
     call = jax.ffi.ffi_call("jgg_fp8_activation_cast_backward", results)
     operands = h, d, row_scale, _scales(scales, 2), sizes
     *found, largest, _ = call(*operands, activation=activation)
@@ -152,6 +152,12 @@ def _backward_call(h, d, row_scale, scales, group_sizes, *, activation: str, ele
         return (largest.max(0),)
     *codes, sums = found
     return *codes, sums.sum(0), largest.max(0)
+
+
+def _parts(rows: int, columns: int, each: int) -> int:
+    """As many thread blocks as run at a time, so many ``each`` multiprocessor of an H200 has, or
+    fewer where each has little to read."""
+    return max(1, min(rows * columns >> 13, 132 * each))
 
 
 def _scales(scales, count: int):

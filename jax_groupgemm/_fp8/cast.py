@@ -56,6 +56,13 @@ def codes(x, scales, *, group_sizes=None, row_index=None, seed=None, axes=(-1,),
     return _CAST(*operands, **static)
 
 
+def reordered(q, group_sizes, row_index, axes) -> tuple[jax.Array, ...]:
+    """Codes ``q`` (T, C) in another order: ``q[row_index]`` along each of ``axes``, as
+    :func:`codes` stores them. Rows of no group may hold anything along -1."""
+    static = {"element": blocks.DTYPES[q.dtype.name], "measures": False, "power_of_two": True}
+    return _CAST(q, None, group_sizes, row_index, axes=axes, **static)
+
+
 def _inside(x, group_sizes):
     if group_sizes is None:
         return x
@@ -73,10 +80,13 @@ def _largest(x, group_sizes, wanted=None):
 
 
 def _codes(x, scales, group_sizes, row_index, *, axes, measures, element, power_of_two, seed=None):
+    if scales is None:
+        x = lax.bitcast_convert_type(x, jnp.uint8)
     if row_index is not None:
         x = dtypes.load(padding.take_rows(dtypes.storage(x), row_index), x.dtype)
-    x = _inside(x, group_sizes)
-    stored = _encoded(x, scales, seed, blocks.ELEMENTS[element], power_of_two)
+    stored = x = _inside(x, group_sizes)
+    if scales is not None:
+        stored = _encoded(x, scales, seed, blocks.ELEMENTS[element], power_of_two)
     out = []
     for axis in axes:
         a = stored

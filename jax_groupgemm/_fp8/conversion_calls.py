@@ -69,7 +69,7 @@ def quantize(x, group_sizes, seed, row_index, *, axes, block, scale_format, elem
 
 def cast(x, scales, group_sizes, row_index, *, axes, measures, element, power_of_two):
     """Custom call ``jgg_fp8_cast``: x (M, R, C), scales (M,), sizes, list of rows, - -> codes along
-    ``axes``, largest magnitudes of each thread block, workspace."""
+    ``axes``, largest magnitudes of each thread block, workspace. Or x are codes, without scales."""
     del power_of_two
     *lead, stored, columns = x.shape
     matrices, rows = math.prod(lead), stored if row_index is None else row_index.shape[0]
@@ -84,7 +84,7 @@ def cast(x, scales, group_sizes, row_index, *, axes, measures, element, power_of
     listed = _none() if row_index is None else row_index
     operands = (
         x.reshape(matrices, stored, columns),
-        scales.reshape(matrices),
+        jnp.zeros((0,), jnp.float32) if scales is None else scales.reshape(matrices),
         sizes,
         listed,
         _none(),

@@ -157,7 +157,7 @@ def quantizes_activations(p: Fp8Activation) -> str | None:
     can = extension.rules().fp8_activation_problem
     if why := can(columns=p.columns, along_rows=along_rows):
         return why
-    if p.op == "fp8_activation_cast" and p.rows * p.columns >= 2**34:
+    if p.op.startswith("fp8_activation_cast") and p.rows * p.columns >= 2**34:
         return "needs R * F below 2^34"
     if p.op == "fp8_activation_backward":
         needed = extension.rules().FP8_ACTIVATION_BACKWARD_BYTES
@@ -238,7 +238,7 @@ _TABLE = (
         "fp8_activation_cast_backward",
         "jgg_fp8_activation_cast_backward",
         quantizes_activations,
-        "bfloat16, a gated activation, F % 128 == 0",
+        "bfloat16, a gated activation, F % 128 == 0; R * F below 2^34",
     ),
     (
         "fp8_dequantize",

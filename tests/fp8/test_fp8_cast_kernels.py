@@ -107,6 +107,34 @@ def test_codes(rng, kernels, name, dtype, e5m2, of_two):
     most(found, np.reshape(largest, (matrices, 2)))
 
 
+@pytest.mark.parametrize("name", ["turned", "turned, by list", "both, by list"])
+def test_codes_in_another_order(rng, kernels, name):
+    """Every byte. Rows of no group are left as they are."""
+    (_, rows, columns), axes, grouped, listed = CASES[name]
+    x = rng.integers(0, 256, (rows, columns), np.uint8)
+    index = rng.integers(-1, rows, rows).astype(np.int32)
+    want = cast.reordered(
+        jnp.asarray(x.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(SIZES) if grouped else None,
+        jnp.asarray(index) if listed else None, axes,
+    )  # fmt: skip
+    want = [np.array(a).view(np.uint8) for a in want]
+    memory, results = copied(x), [aligned(a.nbytes, 64) for a in want]
+    places = dict(zip(axes, results, strict=True))
+    o = Operands(
+        x=memory.ctypes.data, bytes=memory.size, rows=rows, columns=columns, matrices=1,
+        sizes=SIZES.ctypes.data if grouped else None, groups=len(SIZES) if grouped else 0,
+        list=index.ctypes.data if listed else None, x_lines=rows,
+        along=padding.padded_rows(rows, len(SIZES), 128) if grouped else rows,
+        codes=places[-1].ctypes.data if -1 in places else None,
+        turned=places[-2].ctypes.data if -2 in places else None,
+    )  # fmt: skip
+    kernels.codes_kernel(ctypes.byref(o))
+    if -1 in places:
+        want[0][LIVE:] = 0xAB
+    for got, expected in zip(results, want, strict=True):
+        guarded(got, np.ascontiguousarray(expected).reshape(-1))
+
+
 @pytest.mark.parametrize("dtype", host_program.DTYPES)
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("wanted", [None, 0, 1])
@@ -220,4 +248,6 @@ def test_activations(rng, kernels, activation, e5m2):
     found[:] = 0xAB
     o.scales = None
     kernels.backward_kernel(ctypes.byref(o), name)
-    np.testing.assert_array_equal(found.view(np.uint32).reshape(blocks, 2, 2).max(0), largest)
+    parts = found[: 16 * o.parts].view(np.uint32).reshape(-1, 2, 2)
+    np.testing.assert_array_equal(parts.max(0), largest)
+    assert (found[16 * o.parts :] == 0xAB).all()

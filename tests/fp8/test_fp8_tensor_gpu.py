@@ -77,7 +77,7 @@ def test_quantize(shape, axis, scale_format, element):
 @CASES
 def test_lines(sizes, element):
     """Bits of both orders, with a scale that is known and too small, with numbers that are not
-    finite; and what a state sees."""
+    finite; what a state sees; and lines by list, of x and of its codes."""
     rng = np.random.default_rng(2)
     rows = sum(sizes) + 21
     x = rng.normal(size=(rows, 400))
@@ -92,7 +92,8 @@ def test_lines(sizes, element):
         (listed,) = cast.codes(
             x, rows.scales, group_sizes=sizes, row_index=index, axes=(-2,), element=element
         )
-        return rows.weight, rows.scales, lines.weight, seen, listed
+        again = cast.reordered(rows.weight, sizes, index, (-2,))
+        return rows.weight, rows.scales, lines.weight, seen, listed, *again
 
     same(compiled(run, "jgg_fp8_cast", x, sizes, ages), on_host(run, x, sizes, ages))
 

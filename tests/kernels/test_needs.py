@@ -272,6 +272,7 @@ NEEDS = [
         "bfloat16": {"dtypes": (F32,)},
         "a gated activation": {"activation": "silu"},
         "F % 128 == 0": {"columns": 1032},
+        "R * F below 2^34": {"rows": 2**24},
     }),
     ("jgg_fp8_activation sm80", ACTIVATION, {
         "bfloat16": {"dtypes": (F32,)},

@@ -46,9 +46,7 @@ struct Groups {
   }
 };
 
-template <DType kOf>
-void Cast(const Operands& o) {
-  Groups groups(o);
+CastParams ParamsOf(const Operands& o, Groups& groups) {
   CastParams cast{};
   QuantizeParams& p = cast.of;
   p.x = static_cast<const uint8_t*>(o.x);
@@ -71,14 +69,25 @@ void Cast(const Operands& o) {
   readable = {{static_cast<const char*>(o.x), o.bytes},
               {reinterpret_cast<const char*>(o.scales), 4 * o.matrices}};
   if (o.list) readable.emplace_back(reinterpret_cast<const char*>(o.list), 4 * o.rows);
+  return cast;
+}
+
+unsigned BlocksOf(const Operands& o) {
+  const int64_t tiles = CeilDiv(o.turned != nullptr ? o.along : o.rows, kBlock);
+  return static_cast<unsigned>(CastBlocks(tiles, o.columns));
+}
+
+template <DType kOf>
+void Cast(const Operands& o) {
+  Groups groups(o);
+  const CastParams cast = ParamsOf(o, groups);
   // Fewer blocks along y than matrices, so that each of them has several.
   const auto y = static_cast<unsigned>(CeilDiv(o.matrices, 2));
   if (o.scales == nullptr) {
     return RunBlocks({static_cast<unsigned>(o.parts), y}, kLargestThreads,
                      [&] { LargestKernel<kOf>(cast); });
   }
-  const int64_t tiles = CeilDiv(o.turned != nullptr ? o.along : o.rows, kBlock);
-  RunBlocks({static_cast<unsigned>(CastBlocks(tiles, o.columns)), y}, kSquareThreads, [&] {
+  RunBlocks({BlocksOf(o), y}, kSquareThreads, [&] {
     o.e5m2 ? CastKernel<kOf, Element::kE5M2>(cast) : CastKernel<kOf, Element::kE4M3>(cast);
   });
 }
@@ -112,6 +121,7 @@ void Backward(const Operands& o) {
   p.rows = o.rows;
   p.columns = o.columns;
   p.along = o.along;
+  p.inside = groups.starts.data() + o.groups;
   p.groups = groups.tiles.data();
   p.known = o.scales;
   p.codes = static_cast<uint8_t*>(o.codes);
@@ -123,6 +133,10 @@ void Backward(const Operands& o) {
               {static_cast<const char*>(o.d), 2 * o.rows * o.columns},
               {reinterpret_cast<const char*>(o.row_scale), 4 * o.rows},
               {reinterpret_cast<const char*>(o.scales), 8}};
+  if (o.scales == nullptr) {
+    return RunBlocks({static_cast<unsigned>(o.parts), 1}, kLargestThreads,
+                     [&] { DifferentiatedKernel<kOf, kActivation>(p); });
+  }
   const auto blocks = static_cast<unsigned>(groups.tiles.size() * (o.columns / kBlock));
   RunBlocks({blocks, 1}, kActivationThreads, [&] {
     o.e5m2 ? ActivationCastKernel<kOf, kActivation, Element::kE5M2>(p)
@@ -161,6 +175,12 @@ bool ByName(const char* name, Function function) {
 }
 
 }  // namespace
+
+extern "C" void codes_kernel(const Operands* o) {
+  Groups groups(*o);
+  const CastParams cast = ParamsOf(*o, groups);
+  RunBlocks({BlocksOf(*o), 1}, kSquareThreads, [&] { CodesKernel<>(cast); });
+}
 
 extern "C" void cast_kernels(const Operands* o) {
   switch (static_cast<DType>(o->dtype)) {

@@ -3,6 +3,8 @@
 //   one
 //                  read of x; and the largest magnitudes, for the scale of the next step
 //   LargestKernel  the largest magnitudes alone, of which a scale is made
+//   CodesKernel    codes that are there, in another order: lines by list, as they are and
+//   transposed
 // A scale is the same along both axes, so the codes are, and are made once.
 #pragma once
 
@@ -135,6 +137,35 @@ __device__ inline void ClearRest(const QuantizeParams& p, const CastPlace& at) {
   }
 }
 
+// Codes of a thread's eight rows and eight columns, of matrix m, of which `count` rows exist. They
+// leave as x is stored, and go to `turned`.
+__device__ inline void PutCodes(const CastParams& cast, const CastPlace& at, int64_t m, int count,
+                                const uint2 (&codes)[8], TurnedBlock& turned) {
+  const QuantizeParams& p = cast.of;
+  const int odd = at.part % 2;
+  if (p.codes != nullptr) {
+    const int64_t row = m * p.rows + at.rows.first + 8 * at.eight;
+    uint8_t* to = p.codes + row * p.columns + at.column() + (odd ? p.columns - 8 : 0);
+    JGG_UNROLL
+    for (int i = 0; i < 8; i += 2) {
+      const uint4 sixteen = SixteenOfRow(codes[i], codes[i + 1], odd);
+      if (i + odd < count) *reinterpret_cast<uint4*>(to) = sixteen;
+      to += 2 * p.columns;
+    }
+  }
+  if (cast.turned != nullptr) turned.Put(at.part, at.eight, codes);
+}
+
+// Those of all threads, transposed, after they have met.
+__device__ inline void WriteTurned(const CastParams& cast, const CastPlace& at, int64_t m,
+                                   const TurnedBlock& turned) {
+  const QuantizeParams& p = cast.of;
+  if (cast.turned == nullptr) return;
+  const int64_t line = m * p.columns + kBlock * at.block, along = kBlock * at.tile;
+  turned.Write(cast.turned + line * p.along + along, p.along, p.columns - kBlock * at.block,
+               p.along - along);
+}
+
 template <DType kOf, Element kElement>
 __global__ void __launch_bounds__(kSquareThreads, kOf == DType::kF32 ? 2 : 4)
     CastKernel(const __grid_constant__ CastParams cast) {
@@ -142,7 +173,6 @@ __global__ void __launch_bounds__(kSquareThreads, kOf == DType::kF32 ? 2 : 4)
   __shared__ uint2 shared[kSquareThreads / 32];
   const QuantizeParams& p = cast.of;
   const CastPlace at(p);
-  const int odd = at.part % 2;
   const bool inside = at.column() < p.columns;
   const int count = inside ? at.rows.count - 8 * at.eight : 0;
   if (p.codes != nullptr && p.inside != nullptr) ClearRest(p, at);
@@ -170,16 +200,7 @@ __global__ void __launch_bounds__(kSquareThreads, kOf == DType::kF32 ? 2 : 4)
       if (cast.largest != nullptr) largest.Add<kOf>(x[i], LargestOf<kOf>(x[i]));
       codes[i] = CastEight<kElement, kOf>(x[i], by);
     }
-    if (p.codes != nullptr) {
-      uint8_t* to = p.codes + row * p.columns + at.column() + (odd ? p.columns - 8 : 0);
-      JGG_UNROLL
-      for (int i = 0; i < 8; i += 2) {
-        const uint4 sixteen = SixteenOfRow(codes[i], codes[i + 1], odd);
-        if (i + odd < count) *reinterpret_cast<uint4*>(to) = sixteen;
-        to += 2 * p.columns;
-      }
-    }
-    if (cast.turned != nullptr) turned.Put(at.part, at.eight, codes);
+    PutCodes(cast, at, m, count, codes, turned);
     if (cast.largest != nullptr) {
       largest.Share<kSquareThreads>(shared);
       if (threadIdx.x == 0) {
@@ -188,12 +209,34 @@ __global__ void __launch_bounds__(kSquareThreads, kOf == DType::kF32 ? 2 : 4)
     } else if (cast.turned != nullptr) {
       __syncthreads();
     }
-    if (cast.turned != nullptr) {
-      const int64_t line = m * p.columns + kBlock * at.block, along = kBlock * at.tile;
-      turned.Write(cast.turned + line * p.along + along, p.along, p.columns - kBlock * at.block,
-                   p.along - along);
-    }
+    WriteTurned(cast, at, m, turned);
   }
+}
+
+// x are codes, of one matrix. Rows of no group are left as they are.
+template <typename = void>
+__global__ void __launch_bounds__(kSquareThreads, 6)
+    CodesKernel(const __grid_constant__ CastParams cast) {
+  __shared__ TurnedBlock turned;
+  const QuantizeParams& p = cast.of;
+  const CastPlace at(p);
+  const int count = at.column() < p.columns ? at.rows.count - 8 * at.eight : 0;
+  const int64_t row = at.rows.first + 8 * at.eight;
+  int64_t lines[8];
+  JGG_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    lines[i] = i < count ? (p.list == nullptr ? row + i : __ldg(p.list + row + i)) : -1;
+  }
+  uint2 codes[8];
+  JGG_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const bool exists = lines[i] >= 0 && lines[i] < p.x_lines;
+    const auto* from = reinterpret_cast<const uint2*>(p.x + lines[i] * p.columns + at.column());
+    codes[i] = exists ? __ldg(from) : make_uint2(0, 0);
+  }
+  PutCodes(cast, at, 0, count, codes, turned);
+  if (cast.turned != nullptr) __syncthreads();
+  WriteTurned(cast, at, 0, turned);
 }
 
 // Thread blocks for a matrix, of `tiles` times 128 rows.

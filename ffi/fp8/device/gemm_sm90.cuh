@@ -57,9 +57,11 @@ struct Fp8GemmSm90Config : Fp8LoaderSm90, Products, Store {
   static_assert(!kRowsFirst || (!kRaggedK && !kWide));
   static constexpr int kScheduledBlocks = kBlocks;
   static constexpr int kThreads = 384, kWorks = 4, kHalves = 1;
-  // Promotion has a second set of sums. Without it there are registers for those that feed.
-  static constexpr int kFeedRegisters = kFast ? 104 : 72;
-  static constexpr int kMultiplyRegisters = kFast ? 200 : 216;
+  // Promotion has a second set of sums. Without it there are registers for the tile before, if it
+  // is rounded to two bytes, or else for those that feed.
+  static constexpr bool kLate = kFast && !kWide;
+  static constexpr int kFeedRegisters = kLate ? 56 : kFast ? 104 : 72;
+  static constexpr int kMultiplyRegisters = kLate ? 224 : kFast ? 200 : 216;
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   // So many rows leave at a time, in a box. Few large boxes are faster. Tiles of wgrad end with a
@@ -257,6 +259,76 @@ __device__ ChunkPlace PlaceOfFp8Chunk(int chunk, int group) {
   return {chunk % kEach * Config::kStoreChunk, 128 * group + 64 * (chunk / kEach)};
 }
 
+// The result of a warpgroup's tile, rounded, two numbers a word. It leaves while the next tile is
+// multiplied.
+template <typename Config>
+class LateFp8Tile {
+ public:
+  __device__ __forceinline__ LateFp8Tile() {
+#pragma unroll
+    for (auto& chunk : words_) {
+#pragma unroll
+      for (uint32_t& word : chunk) asm volatile("" : "=r"(word));  // anything, and not zeros
+    }
+  }
+
+  // Keeps sums times `scale`.
+  template <typename Sums>
+  __device__ __forceinline__ void Keep(const Sums& sums, float scale, const Work& work, int group) {
+    chunks_ = 0;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (PlaceOfFp8Chunk<Config>(chunk, group).In(work)) chunks_ |= 1u << chunk;
+      const float* from = &sums[0][0] + chunk * 2 * kWords;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        words_[chunk][i] = PackScaled(from[2 * i], from[2 * i + 1], scale);
+      }
+    }
+  }
+
+  template <typename Counted>
+  __device__ __forceinline__ void Stage(typename Config::SharedMemory& memory, int group,
+                                        Counted& staged_chunks) {
+    static_assert(kChunks <= Config::kStoreBuffers);
+    const Counted before = staged_chunks;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if ((chunks_ >> chunk & 1) == 0) continue;
+      const auto place = staged_chunks.Next();
+      Wait(&memory.stores.empty[group][place.index], place.parity ^ 1);
+      Config::Epilogue::StageWords(words_[chunk], Buffer<Config>(memory, group, place.index),
+                                   Config::kStoreChunk / 8);
+    }
+    FenceAsyncProxy();  // one for all chunks
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll 1
+    for (Counted each = before; each.count != staged_chunks.count;) {
+      Arrive(&memory.stores.full[group][each.Next().index]);
+    }
+  }
+
+ private:
+  static_assert(std::is_same_v<typename Config::Element, cutlass::bfloat16_t>);
+
+  // Volatile, so that no more numbers are on their way than there are registers for.
+  __device__ __forceinline__ static uint32_t PackScaled(float low, float high, float scale) {
+    uint32_t word;
+    asm volatile(
+        "{\n.reg .f32 low, high;\n"
+        "mul.rn.f32 low, %1, %3;\n"
+        "mul.rn.f32 high, %2, %3;\n"
+        "cvt.rn.bf16x2.f32 %0, high, low;\n}"
+        : "=r"(word)
+        : "f"(low), "f"(high), "f"(scale));
+    return word;
+  }
+
+  static constexpr int kChunks = kChunksOfFp8<Config>, kWords = Config::kStoreChunk / 4;
+  uint32_t chunks_ = 0, words_[kChunks][kWords];
+};
+
 // One of the two warpgroups that multiply.
 template <typename Config>
 __device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
@@ -268,16 +340,27 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
   using T = typename Config::Element;
   Place<Config::kStages> at;
   CountedPlace<Config::kStoreBuffers> staged_chunks;
+  std::conditional_t<Config::kLate, LateFp8Tile<Config>, Nothing> late;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     typename P::Sums sums;
-    if constexpr (Config::kFast) {
-      P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums);
+    if constexpr (Config::kLate) {
+      const float scale = P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums,
+                                          [&] { late.Stage(memory, group, staged_chunks); });
+      return late.Keep(sums, scale, work, group);
+    } else if constexpr (Config::kFast) {
+      const float scale =
+          P::MultiplyTile(fp8.matrix_scales, memory, work, group, at, sums, Nothing{});
+#pragma unroll
+      for (auto& of_block : sums) {
+#pragma unroll
+        for (float& sum : of_block) sum *= scale;
+      }
     } else {
       P::MultiplyTile(memory, work, group, at, sums);
     }
-    constexpr int kChunk = Config::kStoreChunk;
+    constexpr int kChunk = Config::kStoreChunk, kChunks = kChunksOfFp8<Config>;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunksOfFp8<Config>; ++chunk) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (!PlaceOfFp8Chunk<Config>(chunk, group).In(work)) continue;
       Place<Config::kStoreBuffers> store = staged_chunks.Next();
       StageChunk<Config>(memory, group, store, [&](char* staged) {
@@ -294,6 +377,7 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(const Fp8GemmSm90& fp8,
       });
     }
   });
+  if constexpr (Config::kLate) late.Stage(memory, group, staged_chunks);
 }
 
 // The warp that stores. It takes a tile's chunks of both warpgroups in turns.

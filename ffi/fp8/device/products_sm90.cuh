@@ -232,49 +232,59 @@ struct Fp8RowProducts {
   }
 };
 
-// The sums of all k, as tensor cores add them up, times the scales of both matrices. Sums lie as in
-// Fp8Products.
+// The sums of all k, as tensor cores add them up, and the product of both matrices' scales. Sums
+// lie as in Fp8Products.
 template <typename Config>
 struct Fp8FastProducts {
   using Memory = typename Config::SharedMemory;
   static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
   using Sums = float[kBlocks][kRows / 2];
 
-  __device__ __forceinline__ static void MultiplyTile(const MatrixScales& scales, Memory& memory,
-                                                      const Work& work, int group,
-                                                      Place<Config::kStages>& at, Sums& sums) {
+  // Returns the scale of sums. meanwhile() is called once, as soon as tensor cores work.
+  template <typename Meanwhile>
+  __device__ __forceinline__ static float MultiplyTile(const MatrixScales& scales, Memory& memory,
+                                                       const Work& work, int group,
+                                                       Place<Config::kStages>& at, Sums& sums,
+                                                       Meanwhile meanwhile) {
     const bool exists = work.slices > 0;  // else sums are zeros, whatever the scales are
     const int matrix = exists && !Config::kRaggedK ? work.weight : 0;
     float l, r;
     // Volatile: read before the products, not behind them.
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(l) : "l"(scales.l));
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(r) : "l"(scales.r + matrix));
+    if (!exists) {
+      meanwhile();
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (float& sum : sums[block]) sum = 0.0f;
+      }
+      return 0.0f;
+    }
+    // The first products replace what sums hold. So they may begin as anything, which the compiler
+    // would make zeros of.
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-      for (float& sum : sums[block]) sum = 0.0f;
+      for (float& sum : sums[block]) asm volatile("" : "=f"(sum));
     }
     if (work.rows > 96) {
-      MultiplySlices<128>(memory, work, group, at, sums);
+      MultiplySlices<128>(memory, work, group, at, sums, meanwhile);
     } else if (work.rows > 64) {
-      MultiplySlices<96>(memory, work, group, at, sums);
+      MultiplySlices<96>(memory, work, group, at, sums, meanwhile);
     } else if (work.rows > 32) {
-      MultiplySlices<64>(memory, work, group, at, sums);
+      MultiplySlices<64>(memory, work, group, at, sums, meanwhile);
     } else {
-      MultiplySlices<32>(memory, work, group, at, sums);
+      MultiplySlices<32>(memory, work, group, at, sums, meanwhile);
     }
-    const float scale = exists ? l * r : 0.0f;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (float& sum : sums[block]) sum *= scale;
-    }
+    return l * r;
   }
 
  private:
-  template <int kN>
+  template <int kN, typename Meanwhile>
   __device__ __forceinline__ static void MultiplySlices(Memory& memory, const Work& work, int group,
-                                                        Place<Config::kStages>& at, Sums& sums) {
+                                                        Place<Config::kStages>& at, Sums& sums,
+                                                        Meanwhile meanwhile) {
     using Instruction = Fp8MixedProduct<kN, Config::kRE5M2, Config::kLE5M2>;
     const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
     const uint32_t r_first =
@@ -292,11 +302,12 @@ struct Fp8FastProducts {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           Multiply<Instruction>(r_tile + ((block * 64 * 128 + step * 32) >> 4),
-                                l_tile + ((step * 32) >> 4), sums[block], true,
+                                l_tile + ((step * 32) >> 4), sums[block], step > 0 || turn > 0,
                                 std::make_index_sequence<kN / 2>{});
         }
       }
       WarpgroupCommit();
+      if (turn == 0) meanwhile();
       WarpgroupWait<0>();
       __syncwarp();
       Release<Config>(memory, here.index);
