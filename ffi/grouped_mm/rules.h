@@ -130,4 +130,10 @@ inline int LoraSpan(int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>(rows / 1024, 1, 16));
 }
 
+// Blocks that share out the columns of a pair's weight gradient: a block has 4 warps, and a warp
+// up to 4 tiles of 64 columns.
+constexpr int LoraWgradParts(int64_t columns) {
+  return static_cast<int>((columns + 1023) / 1024);
+}
+
 }  // namespace jgg::rules
