@@ -131,9 +131,9 @@ inline int LoraSpan(int64_t rows) {
 }
 
 // Blocks that share out the columns of a pair's weight gradient: a block has 4 warps, and a warp
-// up to 4 tiles of 64 columns.
+// 4 tiles of 64 columns, and more only where a grid has no more blocks.
 constexpr int LoraWgradParts(int64_t columns) {
-  return static_cast<int>((columns + 1023) / 1024);
+  return static_cast<int>(std::min<int64_t>((columns + 1023) / 1024, 32767));
 }
 
 }  // namespace jgg::rules

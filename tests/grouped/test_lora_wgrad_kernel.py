@@ -1,5 +1,5 @@
-"""The kernels of low rank's weight gradients (ffi/grouped_mm/device/lora_wgrad_sm80.cuh), run on the
-host lane by lane."""
+"""The kernels of low rank's weight gradients (ffi/grouped_mm/device/lora_wgrad_sm80.cuh), run on
+the host lane by lane."""
 
 import ctypes
 

@@ -2,9 +2,9 @@
 // rows are read once by list, results written once.
 //
 // The first kernel searches where the rows of each pair begin. In the second one a block has a pair
-// and a part of the columns of one product, of which its warps take tiles of 64. Warps meet nowhere.
-// A warp copies rows to a ring in shared memory, a step of 16 rows after the other: of its tile,
-// then of its next tile. So copies are under way while it stores a result.
+// and a part of the columns of one product, of which its warps take tiles of 64. Warps meet
+// nowhere. A warp copies rows to a ring in shared memory, a step of 16 rows after the other: of its
+// tile, then of its next tile. So copies are under way while it stores a result.
 //
 // The rows are the k of `mma.sync`. Wide and narrow operands have them as lines, so ldmatrix turns
 // both. Of the result (rank, length) the narrow operand is the M side, of (length, rank) the wide
@@ -185,8 +185,8 @@ struct LoraWgradProduct {
         for (int half = 0; half < (kRank == 8 ? 1 : 2); ++half) {
 #pragma unroll
           for (int n = 0; n < kN; n += 4) {
-            const uint32_t words[4] = {Word(m, n, half), Word(m, n + 1, half),
-                                       Word(m, n + 2, half), Word(m, n + 3, half)};
+            const uint32_t words[4] = {Word(m, n, half), Word(m, n + 1, half), Word(m, n + 2, half),
+                                       Word(m, n + 3, half)};
             const uint4 piece = PieceOfQuad(words, lane);
             const int64_t line = int64_t{pair} * kRank + 16 * m + 8 * half + g;
             const int64_t column = first + 8 * (n + q);
