@@ -61,6 +61,7 @@ UNLESS_SAMPLE = {
     ("sm_86", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
     ("sm_120", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
     ("sm_90a", "LoraSm80Kernel"): {"": ("HMMA",)},
+    ("sm_90a", "LoraWgradSm80Kernel"): {"": ("HMMA", "LDSM", "LDGSTS")},
     ("sm_90a", "FewDense"): {"UpSm80": ("HMMA", "PREEXIT"), "DownSm80": ("HMMA", "ACQBULK")},
 }
 

@@ -130,4 +130,10 @@ inline int LoraSpan(int64_t rows) {
   return static_cast<int>(std::clamp<int64_t>(rows / 1024, 1, 16));
 }
 
+// Blocks that share out the columns of a pair's weight gradient: a block has 4 warps, and a warp
+// 4 tiles of 64 columns, and more only where a grid has no more blocks.
+constexpr int LoraWgradParts(int64_t columns) {
+  return static_cast<int>(std::min<int64_t>((columns + 1023) / 1024, 32767));
+}
+
 }  // namespace jgg::rules

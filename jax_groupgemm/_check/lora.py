@@ -1,10 +1,11 @@
-"""``lora_mm``: products of low rank."""
+"""``lora_mm``: products of low rank, and the gradients of their factors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 
 from .._grouped.lora_mm import lora_mm
@@ -19,10 +20,12 @@ _SHAPES = [*_QUICK, (300, 4, 30, 32, 328, 296), (2500, 8, 40, 64, 128, 64), (40,
 
 
 def lines() -> list[Line]:
-    return [
-        Line("lora_mm", dtype, functools.partial(_trials, dtype), functools.partial(_timed, dtype))
-        for dtype in ("bfloat16", "float16", "float32")
-    ]
+    found = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        bound = [functools.partial(f, dtype) for f in (_trials, _timed, _gradients)]
+        found.append(Line("lora_mm", dtype, *bound[:2]))
+        found.append(Line("lora_mm gradients", dtype, bound[2]))
+    return found
 
 
 def _trials(dtype: str, rng, quick: bool) -> Iterator[Trial]:
@@ -31,15 +34,20 @@ def _trials(dtype: str, rng, quick: bool) -> Iterator[Trial]:
         a = (a.astype(np.float32) / np.float32(k**0.5)).astype(a.dtype)
         b, old = normal(rng, (adapters, experts, n, rank), dtype), normal(rng, (rows, n), dtype)
         runs = []
-        for name in ("random", "one adapter", "out of range"):
-            adapter = rng.integers(0, 1 if name == "one adapter" else adapters, rows, np.int32)
-            expert = np.sort(rng.integers(0, experts, rows, np.int32))
-            if name == "out of range":
-                adapter[::3], expert[1::4] = -1, experts
+        for name, adapter, expert in _indices(rng, rows, adapters, experts):
             operands = x, a, b, adapter, expert, old
             runs.append(Run(name, operands, functools.partial(_wants, dtype, operands)))
         label = f"T={rows} A={adapters} E={experts} R={rank} K={k} N={n}"
         yield Trial(label, lambda *v: lora_mm(*v[:5], existing_out=v[5]), runs)
+
+
+def _indices(rng, rows: int, adapters: int, experts: int):
+    for name in ("random", "one adapter", "out of range"):
+        adapter = rng.integers(0, 1 if name == "one adapter" else adapters, rows, np.int32)
+        expert = np.sort(rng.integers(0, experts, rows, np.int32))
+        if name == "out of range":
+            adapter[::3], expert[1::4] = -1, experts
+        yield name, adapter, expert
 
 
 def _wants(dtype: str, operands) -> list[list[Want]]:
@@ -56,6 +64,52 @@ def _wants(dtype: str, operands) -> list[list[Want]]:
         allowed[t] = np.abs(b[i, e]) @ (far + 2e-5 * np.abs(h.value))
     allowed = allowed + 1e-6 + 1.02 * oracle.ROUNDING[dtype] * np.abs(value)
     return [[Want(value, allowed, np.abs(value).max())]]
+
+
+def _gradients(dtype: str, rng, quick: bool) -> Iterator[Trial]:
+    for rows, adapters, experts, rank, k, n in _QUICK if quick else _SHAPES:
+        x, ct = normal(rng, (rows, k), dtype), normal(rng, (rows, n), dtype)
+        a, b = (
+            (v.astype(np.float32) / np.float32(v.shape[length] ** 0.5)).astype(v.dtype)
+            for v, length in (
+                (normal(rng, (adapters, experts, rank, k), dtype), 3),
+                (normal(rng, (adapters, experts, n, rank), dtype), 2),
+            )
+        )
+        runs = []
+        for name, adapter, expert in _indices(rng, rows, adapters, experts):
+            operands = x, a, b, adapter, expert, ct
+            runs.append(Run(name, operands, functools.partial(_gradient_wants, dtype, operands)))
+        yield Trial(f"T={rows} A={adapters} E={experts} R={rank} K={k} N={n}", _backward, runs)
+
+
+def _backward(x, a, b, adapter, expert, ct):
+    return jax.vjp(lambda a, b: lora_mm(x, a, b, adapter, expert), a, b)[1](ct)
+
+
+def _gradient_wants(dtype: str, operands) -> list[list[Want]]:
+    x, a, b, adapter, expert, ct = operands
+    x, a, b, ct = (oracle.f64(v) for v in (x, a, b, ct))
+    values = [np.zeros(v.shape) for v in (a, b)]
+    sizes, allowed = ([np.zeros(v.shape) for v in (a, b)] for _ in range(2))
+    for t, pair in enumerate(zip(adapter, expert, strict=True)):
+        if not (0 <= pair[0] < a.shape[0] and 0 <= pair[1] < a.shape[1]):
+            continue
+        # h and dh are rounded before they are multiplied.
+        h, dh = oracle.Sums.of(a[pair], x[t]), oracle.Sums.of(ct[t], b[pair])
+        for i, (low, of) in enumerate(((dh, x[t]), (h, ct[t]))):
+            outer = np.outer if i == 0 else lambda low, of: np.outer(of, low)
+            far = 1.02 * oracle.ROUNDING[dtype] * np.abs(low.value) + 2e-5 * low.size
+            values[i][pair] += outer(low.value, of)
+            sizes[i][pair] += outer(np.abs(low.value), np.abs(of))
+            allowed[i][pair] += outer(far, np.abs(of))
+    return [
+        [
+            Want(value, far + 2e-5 * size + 1e-6 + 1.02 * oracle.ROUNDING[dtype] * np.abs(value),
+                 max(np.abs(value).max(), 1.0))
+            for value, size, far in zip(values, sizes, allowed, strict=True)
+        ]
+    ]  # fmt: skip
 
 
 def _timed(dtype: str, rng):

@@ -10,16 +10,17 @@ import numpy as np
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike
 
-from .._core import check, costs, dtypes, partition, segments
+from .._core import check, costs, dtypes, partition
 from .._core.composed import Composed
 from .._core.costs import Cost
 from .._core.operations import operation
 from .._core.products import Caller, Mm, Wgrad
 from .._core.types import Implementation, Integers
 from .._kernels import choose, lora, problems
-from . import fused, primitives
+from . import fused
 from .call import attributes
-from .gather_mm import counts, gathered, indices
+from .gather_mm import gathered, indices
+from .lora_wgrad import lora_wgrad
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: What axes are called here, for messages.
@@ -260,18 +261,13 @@ def _backward(h, operands, cts, *, form: _Form):
     (x, a, b, pair, row_scale, existing), (ct,) = operands, cts
     back = dataclasses.replace(form, turned=not form.turned)
     dx, dh = _KEPT(ct, b, a, pair, row_scale, None, form=back)
-    order, _ = fused.order(pair)
-    # Sentinels sort to the front: group 0 holds them, and has no matrix.
-    metadata = segments.sizes(counts(pair, a.shape[0]), jnp.int32(1))
-
-    def of_pairs(factor, left, right):
-        left, right = (right, left) if form.turned else (left, right)
-        of = form.product.derived(Wgrad, groups=factor.shape[0], out_dtype=factor.dtype)
-        left, right = (partition.take(rows, order) for rows in (left, right))
-        return primitives.wgrad(left, right, metadata, of)
-
+    product = form.product.derived(Wgrad, groups=a.shape[0], out_dtype=x.dtype)
+    if form.turned:
+        db, da = lora_wgrad(h, ct, x, dh, pair, product)
+    else:
+        da, db = lora_wgrad(dh, x, ct, h, pair, product)
     old = None if existing is None else ct.astype(existing.dtype)
-    return dx, of_pairs(a, dh, x), of_pairs(b, ct, h), None, None, old
+    return dx, da, db, None, None, old
 
 
 def _cost(operands, values, outs, *, form: _Form) -> Cost:

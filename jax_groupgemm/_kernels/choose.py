@@ -461,11 +461,10 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
     ),
     "lora_mm": (
-        Kernel(
-            "sm80", "jgg_lora_mm", lora.can, pays=lora.pays, unseen=True,
-            needs="bfloat16, float16; rank 8, 16, 32 or 64, K % 8 == 0, N % 8 == 0; few rows of a "
-            "pair",
-        ),
+        Kernel("sm80", "jgg_lora_mm", lora.can, pays=lora.pays, unseen=True, needs=lora.NEEDS),
+    ),
+    "lora_wgrad": (
+        Kernel("sm80", "jgg_lora_wgrad", lora.can, pays=lora.pays, unseen=True, needs=lora.NEEDS),
     ),
     # The kernel of "mm" where tokens come by list, with the activation's derivative.
     "down_backward": (

@@ -26,6 +26,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_planes": ("cuda",),
     "jgg_activation_backward": ("cuda",),
     "jgg_lora_mm": ("cuda",),
+    "jgg_lora_wgrad": ("cuda",),
     "jgg_qmm": ("cpu", "cuda"),
     "jgg_qmm_fp8": ("cpu", "cuda"),
     "jgg_qmm_packed": ("cuda",),

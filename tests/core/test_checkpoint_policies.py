@@ -160,7 +160,7 @@ def test_products_of_low_rank():
 def test_every_primitive_is_a_product_or_a_conversion():
     products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts", "router"}
     products |= {"fused_mm_preactivation", "fused_qmm_preactivation"}
-    products |= {"lora_mm", "lora_mm_kept"}
+    products |= {"lora_mm", "lora_mm_kept", "lora_wgrad"}
     products |= {"adapted_qmm", "qmm_beside", "fp8_grouped_wgrad_of_matrices"}
     products |= {f"experts_{name}" for name in ("up", "up_alone", "down", "rows", "weight")}
     products |= {f"experts_{name}" for name in ("forward", "backward")}

@@ -208,22 +208,28 @@ def test_a_call_of_few_rows_is_one_kernel(hopper):
     assert calls(f, x, a, b, i, e, jax.ShapeDtypeStruct((40,), "float32"), out)
 
 
-def test_gradients_are_two_kernels_and_two_products(hopper):
-    """The gradient of x is one more call, that of each factor a weight gradient. A scale that moves
-    has the composition's."""
+def test_gradients_are_three_kernels(hopper):
+    """The gradient of x is one more call, those of the factors another one, or two weight gradients
+    where no kernel takes them. A scale that moves has the composition's."""
     del hopper
-    x, a, b, i, e = half_operands(40)
     scale = jax.ShapeDtypeStruct((40,), "float32")
 
-    def loss(x, a, b, s, i, e):
-        return jgg.lora_mm(x, a, b, i, e, row_scale=s).astype("float32").sum()
+    def loss(x, a, b, i, e, s=None, implementation=None):
+        out = jgg.lora_mm(x, a, b, i, e, row_scale=s, implementation=implementation)
+        return out.astype("float32").sum()
 
-    assert calls(jax.grad(loss, (0, 1, 2)), x, a, b, scale, i, e) == 2
-    assert calls(jax.grad(loss, 3), x, a, b, scale, i, e) == 0
-    grad = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, a, b, scale, i, e)
-    text = grad.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@jgg_wgrad(") == 2
-    assert text.count("@jgg_mm(") == 0
+    def found(operands, **options):
+        run = functools.partial(loss, **options)
+        grad = jax.jit(jax.grad(run, (0, 1, 2))).trace(*operands)
+        text = grad.lower(lowering_platforms=("cuda",)).as_text()
+        return [text.count(f"@jgg_{op}(") for op in ("lora_mm", "lora_wgrad", "wgrad", "mm")]
+
+    operands = half_operands(40)
+    assert calls(jax.grad(loss, 5), *operands, scale) == 0
+    assert found((*operands, scale)) == found(operands, implementation="sm80") == [2, 1, 0, 0]
+    assert found(half_operands(40, r=24))[1:3] == [0, 2]
+    assert found(half_operands(12 * lora.MOST_ROWS + 1))[1:3] == [0, 2]
+    assert found(operands, implementation="sm90")[1:3] == [0, 2]
 
 
 @pytest.mark.gpu
@@ -262,7 +268,9 @@ def test_kernel(rng, dtype, rank):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 16), ("float16", 32), ("bfloat16", 64)])
+@pytest.mark.parametrize(
+    ("dtype", "rank"), [("float16", 8), ("bfloat16", 16), ("float16", 32), ("bfloat16", 64)]
+)
 @pytest.mark.parametrize("rows", [70, 5000])
 def test_gradients_of_the_kernel(rng, dtype, rank, rows):
     """Beside those of float32, of x, both factors and what is added to."""
@@ -276,7 +284,9 @@ def test_gradients_of_the_kernel(rng, dtype, rank, rows):
         out = jgg.lora_mm(x, a, b, adapter, expert, scale=0.5, existing_out=old)
         return (out.astype("float32") ** 2).sum() / 64  # in float16's range
 
-    gots = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, a, b, old)
+    run = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    assert "jgg_lora_wgrad" in run.lower(x, a, b, old).as_text()
+    gots = run(x, a, b, old)
     wants = jax.grad(loss, (0, 1, 2, 3))(*(v.astype("float32") for v in (x, a, b, old)))
     for got, want in zip(gots, wants, strict=True):
         assert got.dtype == dtype

@@ -43,6 +43,7 @@ ACTIVATION_CAST, BACKWARD_CAST = (
     for of in ("", "_backward")
 )
 FP8_FAST, FP8_WGRAD_FAST = (dataclasses.replace(of, blocks=(None, None)) for of in (FP8, FP8_WGRAD))
+LOW_RANK = dataclasses.replace(sample("lora_mm"), op="lora_wgrad", dtypes=(BF16,) * 4)
 ROWS = dataclasses.replace(ACTIVATION, op="activation_backward", dtypes=(BF16, BF16))
 DOWN = dataclasses.replace(
     MM, op="down_backward", lists=True, x_list_alone=True, activation="swiglu", n=512
@@ -245,7 +246,14 @@ NEEDS = [
         "rank 8, 16, 32 or 64": {"rank": 24},
         "K % 8 == 0": {"k": 2052},
         "N % 8 == 0": {"n": 2052},
-        "few rows of a pair": {"rows": 2**15 + 1},
+        "up to 256 rows of a pair": {"rows": 2**18 + 1},
+    }),
+    ("jgg_lora_wgrad sm80", LOW_RANK, {
+        "bfloat16, float16": {"dtypes": (F32,) * 4},
+        "rank 8, 16, 32 or 64": {"rank": 24},
+        "K % 8 == 0": {"k": 2052},
+        "N % 8 == 0": {"n": 2052},
+        "up to 256 rows of a pair": {"rows": 2**18 + 1},
     }),
     ("jgg_fp8_quantize sm80", QUANTIZE, {
         "blocks of 128 or 128 x 128": {"block": (1, 64)},

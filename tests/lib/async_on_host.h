@@ -39,6 +39,11 @@ void CopyIf(uint32_t wanted, Place to, const char* from) {
   pending->push_back({from, to, 16});
 }
 
+// If `wanted`, 16 bytes, or as many zeros.
+inline void CopyAsync(Place to, const void* from, bool wanted, bool zeros) {
+  if (wanted) CopyPiece(from, to, zeros ? 0 : 16);
+}
+
 inline void EndCopies() {
   groups->push_back(*pending);
   pending->clear();
@@ -47,14 +52,24 @@ inline void EndCopies() {
 template <int kNewer>
 void WaitForCopies() {
   while (groups->size() > kNewer) {
-    for (const PendingPiece& piece : groups->front())
+    for (const PendingPiece& piece : groups->front()) {
+      std::memset(piece.to, 0, 16);
       std::memcpy(piece.to, piece.from, piece.bytes);
+    }
     groups->erase(groups->begin());
   }
 }
 
 inline void LoadMatricesAt(Place row, uint32_t (&to)[4]) {
   LoadMatrices(static_cast<const char*>(row), to);
+}
+
+template <bool kTransposed>
+void LoadMatrices(Place row, uint32_t (&to)[4]) {
+  LoadMatricesAt(row, to);
+  if constexpr (kTransposed) {
+    for (uint32_t& matrix : to) matrix = Turned(matrix);
+  }
 }
 
 template <DType kX>

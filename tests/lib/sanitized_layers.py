@@ -170,16 +170,22 @@ def packed_sm80(rng):
 
 
 def lora(rng):
-    """Rows as they come and sorted, ranks and lines that are no whole steps, rows of no pair."""
+    """Rows as they come and sorted, ranks and lines that are no whole steps, rows of no pair; and
+    all gradients."""
     for dtype, rank in (("bfloat16", 8), ("float16", 16), ("bfloat16", 32), ("float16", 64)):
         for rows, k, n in ((37, 328, 296), (2500, 72, 40)):
             of = lambda *shape, dtype=dtype: oracle.random(rng, shape, dtype)
             adapter, expert = (
                 jnp.asarray(rng.integers(-1, most, rows), jnp.int32) for most in (4, 31)
             )
-            f = functools.partial(jgg.lora_mm, existing_out=of(rows, n))
-            a, b = of(3, 30, rank, k), of(3, 30, n, rank)
-            jax.block_until_ready(jax.jit(f)(of(rows, k), a, b, adapter, expert))
+            x, a, b, old = of(rows, k), of(3, 30, rank, k), of(3, 30, n, rank), of(rows, n)
+
+            def step(x, a, b, old, adapter=adapter, expert=expert):
+                f = lambda *v: jgg.lora_mm(*v[:3], adapter, expert, existing_out=v[3])
+                out, vjp = jax.vjp(f, x, a, b, old)
+                return vjp(out)
+
+            jax.block_until_ready(jax.jit(step)(x, a, b, old))
 
 
 def fp8_weights(rng):

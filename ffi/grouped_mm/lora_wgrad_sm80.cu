@@ -1,0 +1,44 @@
+#include "grouped_mm/lora_wgrad_sm80.h"
+
+#include "common/sample.h"
+#include "grouped_mm/device/lora_wgrad_sm80.cuh"
+#include "grouped_mm/rules.h"
+
+namespace jgg {
+namespace {
+
+template <DType kX, int kRank>
+cudaError_t Launch(cudaStream_t stream, const LoraWgrad& lora) {
+  const dim3 blocks(static_cast<unsigned>(lora.pairs),
+                    static_cast<unsigned>(lora.parts[0] + lora.parts[1]));
+  device::LoraWgradSm80Kernel<kX, kRank><<<blocks, device::kLoraWgradThreads, 0, stream>>>(lora);
+  return cudaGetLastError();
+}
+
+template <DType kX>
+cudaError_t LaunchOf(cudaStream_t stream, const LoraWgrad& lora) {
+  switch (lora.rank) {
+    case 8: return Launch<kX, 8>(stream, lora);
+    case 16: return Launch<kX, 16>(stream, lora);
+    case 32: return Launch<kX, 32>(stream, lora);
+    case 64: return Launch<kX, 64>(stream, lora);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchLoraWgradSm80(cudaStream_t stream, DType dtype, LoraWgrad lora) {
+  for (int i = 0; i < 2; ++i) lora.parts[i] = rules::LoraWgradParts(lora.length[i]);
+  const unsigned blocks = static_cast<unsigned>(lora.pairs) / device::kLoraWgradThreads + 1;
+  device::LoraBeginsKernel<<<blocks, device::kLoraWgradThreads, 0, stream>>>(lora);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  if (dtype == DType::kBF16) return LaunchOf<DType::kBF16>(stream, lora);
+  if constexpr (kSample) {
+    return cudaErrorNoKernelImageForDevice;
+  } else {
+    return LaunchOf<DType::kF16>(stream, lora);
+  }
+}
+
+}  // namespace jgg
