@@ -224,6 +224,8 @@ _TABLE = (
 _ON_CPU = {
     op: Kernel("cpu", f"jgg_{op}", converts, unseen=True) for op in ("quantize", "dequantize")
 }
+#: Elsewhere XLA exchanges the axes before the kernel of "quantize".
+_ACROSS = Kernel("cpu", "jgg_quantize", converts, unseen=True)
 #: The kernels of each operation that multiplies nothing: see ``choose.KERNELS``.
 KERNELS = {
     op: (
@@ -235,4 +237,4 @@ KERNELS = {
         *([_ON_CPU[op]] if op in _ON_CPU else []),
     )
     for op, *_ in _TABLE
-}
+} | {"quantize_across": (_ACROSS,)}
