@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "common/dtype.h"
@@ -108,11 +110,21 @@ inline Ints LoadBytes(const uint8_t* at) {
 #elif defined(__AVX2__)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
   return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(bytes));
+#elif defined(__SSE2__)
+  // GCC would widen one byte after the other, through memory.
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  const __m128i shorts = _mm_unpacklo_epi8(bytes, zero);
+  const __m128i halves[2] = {_mm_unpacklo_epi16(shorts, zero), _mm_unpackhi_epi16(shorts, zero)};
+  Ints ints;
+  memcpy(&ints, halves, sizeof ints);
+  return ints;
 #else
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
   Bytes bytes;
   memcpy(&bytes, at, sizeof bytes);
-  return __builtin_convertvector(bytes, Ints);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints);
 #endif
 }
 
