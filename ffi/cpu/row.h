@@ -115,8 +115,10 @@ struct LineScales {
 };
 
 // Those of groups [group, group + groups) of lines from `line` on. NaN as ReadScales has it.
-template <ScaleType kScale, bool kAnyNan>
-void ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t groups,
+// Returns whether float32 scales end in kZeros zero bits, so that products with numbers of so many
+// are exact.
+template <ScaleType kScale, bool kAnyNan, int kZeros>
+bool ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t groups,
                     LineScales* out) {
   const int64_t size = kScale == ScaleType::kScaleAndBias ? SizeOf(lines.scale_dtype) : 1;
   const int64_t stride = lines.line_scales * size;
@@ -129,14 +131,16 @@ void ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
       memcpy(out->first[l], some.first, sizeof out->first[l]);
       memcpy(out->second[l], some.second, sizeof out->second[l]);
     }
-    return;
+    return false;
   }
+  Ints last = {};
   const auto read = [&](auto load) {
     for (int l = 0; l < kLinesTogether; ++l) {
       for (int64_t i = 0; i < groups; i += kLanes) {
         const Scale scale = load(l, l * stride + i * size);
         Store(out->first[l] + i, scale.first);
         Store(out->second[l] + i, scale.second);
+        last |= Bits(scale.first);
       }
     }
   };
@@ -167,6 +171,7 @@ void ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
       return LoadScales<kScale>(lines, scales + at, scales + at, factor);
     });
   }
+  return !AnyNegative(-(last & ((1 << kZeros) - 1)));
 }
 
 // Whole groups of `kVectors` registers, of which kMost at a time have their numbers in registers.
@@ -224,7 +229,8 @@ bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count,
     for (int64_t group = first >> lines.group_bits; group < end;) {
       const int64_t groups = Min(kMostGroups, end - group), codes = groups * lines.group;
       LineScales scales;
-      ReadLineScales<kScale, D::kRounds == DType::kF32>(lines, line, group, groups, &scales);
+      const bool exact = ReadLineScales < kScale, D::kRounds == DType::kF32,
+                 kBits > (lines, line, group, groups, &scales);
       if constexpr (kScale == ScaleType::kScaleAndBias) {
         const int64_t size = SizeOf(lines.scale_dtype);
         for (int l = 0; l < kLinesTogether; ++l) {
@@ -234,8 +240,16 @@ bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count,
         }
       }
       const auto decode = [&](auto vectors) {
-        DecodeTogether<D, decltype(vectors)::value>(scales, groups, at, lines.line_bytes,
-                                                    ahead.codes, to);
+        constexpr int kVectors = decltype(vectors)::value;
+        if constexpr (kScale == ScaleType::kScaleAndBias && !D::kExact) {
+          // Scales of GGUF's types have 17 digits at most.
+          if (exact) {
+            using Exact = Decoding<typename D::Format, D::kRounds, true>;
+            DecodeTogether<Exact, kVectors>(scales, groups, at, lines.line_bytes, ahead.codes, to);
+            return;
+          }
+        }
+        DecodeTogether<D, kVectors>(scales, groups, at, lines.line_bytes, ahead.codes, to);
       };
       switch (lines.group) {
         case 16: decode(Number<16 / kLanes>()); break;
