@@ -22,15 +22,42 @@ Vector E4M3Magnitudes(Ints bits) {
   return FromBits(Bits(v) | (Less(All(0x7e), bits) & 0x7fc00000));
 }
 
-// The numbers that codes stand for. Bits above the code may be set.
-template <CodeType kCode, int kBits>
-Vector NumbersOf(Ints codes) {
+// kLanes numbers of e4m3 codes, in order.
+inline Vector LoadE4M3(const uint8_t* at) {
+#if defined(__AVX512F__)
+  // Shifted, a code is the float16 of its number times 2^-8, subnormals too, whatever the thread
+  // makes of subnormal float32.
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7),
+                                          _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m128i magnitudes = _mm_or_si128(codes, _mm_set1_epi8(INT8_MIN));
+  const __mmask16 numbers = _mm_cmpneq_epi8_mask(magnitudes, _mm_set1_epi8(-1));
+  const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000));
+  return _mm512_mask_mul_ps(nan, numbers, _mm512_cvtph_ps(halves), _mm512_set1_ps(0x1p8f));
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  const __m128i halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7),
+                                       _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m128i magnitudes = _mm_or_si128(codes, _mm_set1_epi8(INT8_MIN));
+  const __m256i none = _mm256_cvtepi8_epi32(_mm_cmpeq_epi8(magnitudes, _mm_set1_epi8(-1)));
+  const __m256i nan = _mm256_and_si256(none, _mm256_set1_epi32(0x7fc00000));
+  return _mm256_or_ps(_mm256_cvtph_ps(halves) * 0x1p8f, _mm256_castsi256_ps(nan));
+#else
+  const Ints codes = LoadBytes(at), sign = (codes & 0x80) << 24;
+  return FromBits(Bits(E4M3Magnitudes(codes & 0x7f)) | sign);
+#endif
+}
+
+// The numbers of the next kLanes codes, in order or in InnerOrder.
+template <CodeType kCode, int kBits, bool kInner>
+Vector LoadNumbers(const uint8_t* at) {
   if constexpr (kCode == CodeType::kE4M3) {
-    const Ints magnitude = codes & 0x7f, sign = (codes & 0x80) << 24;
-    return FromBits(Bits(E4M3Magnitudes(magnitude)) | sign);
+    static_assert(kBits == 8 && InnerOrder<kBits>(1) == 1);
+    return LoadE4M3(at);
   } else {
     static_assert(kCode == CodeType::kInteger);
-    return ToFloat(codes & ((1 << kBits) - 1));
+    const Ints codes = kInner ? LoadInnerCodes<kBits>(at) : LoadCodes<kBits>(at);
+    return ToFloat(kBits == 8 ? codes : codes & ((1 << kBits) - 1));
   }
 }
 
@@ -108,11 +135,10 @@ class Group {
   // Those of the next kLanes codes, in order or in InnerOrder.
   template <bool kInner>
   Vector Read(const uint8_t* at) const {
-    const Ints codes = kInner ? LoadInnerCodes<kBits>(at) : LoadCodes<kBits>(at);
     if constexpr (kLooksUp) {
-      return Look(table_, codes);
+      return Look(table_, kInner ? LoadInnerCodes<kBits>(at) : LoadCodes<kBits>(at));
     } else {
-      return ValueOf<D>(NumbersOf<Format::kCode, kBits>(codes), scale_);
+      return ValueOf<D>(LoadNumbers<Format::kCode, kBits, kInner>(at), scale_);
     }
   }
 

@@ -63,18 +63,6 @@ inline Vector RoundToWhole(Vector v) {
 
 inline Ints Magnitude(Vector v) { return Bits(v) & INT32_MAX; }
 
-inline bool AnyNegative(Ints v) {
-#if defined(__AVX512F__)
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(v)) != 0;
-#elif defined(__AVX2__)
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(v)) != 0;
-#else
-  int32_t all = 0;
-  for (int i = 0; i < kLanes; ++i) all |= v[i];
-  return all < 0;
-#endif
-}
-
 // The lanes of a, then of b, of which the others are: of even and of odd number.
 struct Halves {
   Vector even, odd;

@@ -75,6 +75,9 @@ void GemmV4(int64_t m, int64_t n, const Products& products, const Matrix& c, Scr
 // The best of these on this processor.
 Gemm BestGemm();
 
+// From now on the best is sought up to x86-64-v<level>, or is the baseline with 0. For tests.
+void AtMostLevel(int level);
+
 // To bfloat16 or float16: to nearest, ties to even; a NaN stays one.
 void Round(const float* in, int64_t count, DType dtype, uint16_t* out);
 

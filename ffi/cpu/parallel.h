@@ -14,9 +14,21 @@
 
 namespace jgg::cpu {
 
+// Tells a processor that this thread waits for another one.
+inline void Pause() {
+#if defined(__SSE2__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // Calls body(index) for every index below count, in any order, on the caller's thread and on idle
 // pool threads. The caller works too, and waits only for indices that a thread has begun. So it
 // finishes even if every pool thread is busy, or if it is a pool thread itself.
+//
+// A thread takes a part of the indices that are left, in a row: what follows in memory is often
+// there already. Parts become smaller, so that threads end together.
 //
 // A body may throw, on any thread: no exception leaves a pool thread. The loop then leaves out the
 // indices that no thread has begun, and the caller throws the first exception once no thread is in
@@ -24,23 +36,32 @@ namespace jgg::cpu {
 template <typename Pool, typename Body>
 void ParallelFor(Pool& pool, int64_t count, const Body& body) {
   struct Shared {
-    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> next{0}, finished{0};
     std::atomic<bool> failed{false};
-    int64_t finished = 0;
     std::exception_ptr error;
     std::mutex mutex;
     std::condition_variable all_finished;
+
+    // The next indices [begin, end), at most a `share`-th of those below count that are left.
+    bool Take(int64_t count, int64_t share, int64_t* begin, int64_t* end) {
+      *begin = next.load(std::memory_order_relaxed);
+      do {
+        if (*begin >= count) return false;
+        *end = *begin + std::max<int64_t>(1, (count - *begin) / share);
+      } while (!next.compare_exchange_weak(*begin, *end));
+      return true;
+    }
   };
+  constexpr int64_t kParts = 4;     // of a thread's indices, at first
+  constexpr int kMostPauses = 500;  // tens of microseconds: as long as it takes to wake a thread
   if (count <= 0) return;
   const auto shared = std::make_shared<Shared>();
-  // If there are many indices, a thread takes several at a time.
-  const int64_t share = 1 + count / 4096;
+  const int64_t threads = std::clamp<int64_t>(pool.num_threads(), 1, count);
   // Threads that come late find no index left, and must not touch `body`, which is gone by then.
-  const auto work = [shared, count, share, &body]() noexcept {
+  const auto work = [shared, count, threads, &body]() noexcept {
     int64_t mine = 0;
     std::exception_ptr error;
-    for (int64_t i; (i = shared->next.fetch_add(share)) < count;) {
-      const int64_t end = std::min(i + share, count);
+    for (int64_t i, end; shared->Take(count, kParts * threads, &i, &end);) {
       mine += end - i;
       try {
         for (; i < end && !shared->failed.load(std::memory_order_relaxed); ++i) body(i);
@@ -52,18 +73,17 @@ void ParallelFor(Pool& pool, int64_t count, const Body& body) {
     if (mine == 0) return;
     const std::lock_guard<std::mutex> lock(shared->mutex);
     if (error && !shared->error) shared->error = std::move(error);
-    shared->finished += mine;
-    if (shared->finished == count) shared->all_finished.notify_all();
+    if (shared->finished.fetch_add(mine) + mine == count) shared->all_finished.notify_all();
   };
-  const int64_t chunks = (count + share - 1) / share;
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), chunks) - 1;
   try {
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+    for (int64_t i = 1; i < threads; ++i) pool.Schedule([work] { work(); });
   } catch (...) {  // without memory for so many helpers there are fewer
   }
   work();
+  // Others end soon as a rule. Who sleeps is woken late.
+  for (int i = 0; i < kMostPauses && shared->finished.load() != count; ++i) Pause();
   std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->all_finished.wait(lock, [&] { return shared->finished == count; });
+  shared->all_finished.wait(lock, [&] { return shared->finished.load() == count; });
   // The caller takes the exception along, because threads that come late still hold `shared`.
   const std::exception_ptr error = std::move(shared->error);
   lock.unlock();

@@ -109,31 +109,97 @@ struct ToRowOfSums {
   }
 };
 
+// Scales of lines that are read together, at one address: a loop has few registers for addresses.
+struct LineScales {
+  alignas(64) float first[kLinesTogether][kMostGroups], second[kLinesTogether][kMostGroups];
+};
+
+// Those of groups [group, group + groups) of lines from `line` on. NaN as ReadScales has it.
+// Returns whether float32 scales end in kZeros zero bits, so that products with numbers of so many
+// are exact.
+template <ScaleType kScale, bool kAnyNan, int kZeros>
+bool ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t groups,
+                    LineScales* out) {
+  const int64_t size = kScale == ScaleType::kScaleAndBias ? SizeOf(lines.scale_dtype) : 1;
+  const int64_t stride = lines.line_scales * size;
+  const uint8_t* const scales = lines.scales + line * stride + group * size;
+  const int64_t most = (groups + kLanes - 1) / kLanes * kLanes * size;
+  if (scales + (kLinesTogether - 1) * stride + most > lines.scales_end) {
+    for (int l = 0; l < kLinesTogether; ++l) {
+      Scales some;
+      ReadScales<kScale, false>(lines, line + l, group, groups, &some);  // copies
+      memcpy(out->first[l], some.first, sizeof out->first[l]);
+      memcpy(out->second[l], some.second, sizeof out->second[l]);
+    }
+    return false;
+  }
+  Ints last = {};
+  const auto read = [&](auto load) {
+    for (int l = 0; l < kLinesTogether; ++l) {
+      for (int64_t i = 0; i < groups; i += kLanes) {
+        const Scale scale = load(l, l * stride + i * size);
+        Store(out->first[l] + i, scale.first);
+        Store(out->second[l] + i, scale.second);
+        last |= Bits(scale.first);
+      }
+    }
+  };
+  if constexpr (kScale == ScaleType::kScaleAndBias) {
+    const uint8_t* const biases = lines.biases + (scales - lines.scales);
+    const auto floats = [&](auto of) {
+      read([&](int, int64_t at) { return Scale{of(scales + at), of(biases + at)}; });
+    };
+    using Halves = const uint16_t*;
+    switch (lines.scale_dtype) {
+      case DType::kF32:
+        floats([](const uint8_t* at) {
+          if constexpr (!kAnyNan) return LoadFloats(at, DType::kF32);
+          return Load(reinterpret_cast<const float*>(at));
+        });
+        break;
+      case DType::kBF16:
+        floats([](const uint8_t* at) { return LoadBf16(reinterpret_cast<Halves>(at)); });
+        break;
+      case DType::kF16:
+        floats([](const uint8_t* at) { return LoadHalves(reinterpret_cast<Halves>(at)); });
+    }
+  } else {
+    const float* const factors = lines.factors;
+    read([&](int l, int64_t at) {
+      const float factor =
+          factors == nullptr ? 1.0f : factors[(line + l) / lines.lines * lines.factor_stride];
+      return LoadScales<kScale>(lines, scales + at, scales + at, factor);
+    });
+  }
+  return !AnyNegative(-(last & ((1 << kZeros) - 1)));
+}
+
 // Whole groups of `kVectors` registers, of which kMost at a time have their numbers in registers.
 template <typename D, int kVectors, typename To>
-void DecodeTogether(const Scales (&scales)[kLinesTogether], int64_t groups, const uint8_t* at,
-                    int64_t line_bytes, int64_t ahead, To* to_) {
+void DecodeTogether(const LineScales& scales, int64_t groups, const uint8_t* at, int64_t line_bytes,
+                    int64_t ahead, To* to_) {
   constexpr int kMost = kLanes / 2, kSome = kVectors < kMost ? kVectors : kMost;
   constexpr int kStep = kLanes * D::Format::kBits / 8, kBytes = kVectors * kStep;
   constexpr int kEach = kBytes < kCacheLine ? kCacheLine / kBytes : 1;  // groups of a cache line
   To to = *to_;                                                         // in registers
-  for (int64_t g = 0; g < groups; ++g) {
-    if (g % kEach == 0) {
-      for (int l = 0; l < kLinesTogether; ++l) Fetch(at + l * line_bytes, ahead, kBytes);
-    }
-    for (int first = 0; first < kVectors; first += kSome) {
-      auto some = to.template Begin<kSome>();
+  for (int64_t begin = 0; begin < groups; begin += kEach) {
+    for (int l = 0; l < kLinesTogether; ++l) Fetch(at + l * line_bytes, ahead, kBytes);
+    const int64_t end = Min(begin + kEach, groups);
+    for (int64_t g = begin; g < end; ++g) {
+      for (int first = 0; first < kVectors; first += kSome) {
+        auto some = to.template Begin<kSome>();
 #pragma GCC unroll 4
-      for (int l = 0; l < kLinesTogether; ++l) {
-        const Group<D> values({All(scales[l].first[g]), All(scales[l].second[g])});
+        for (int l = 0; l < kLinesTogether; ++l) {
+          const Group<D> values({All(scales.first[l][g]), All(scales.second[l][g])});
 #pragma GCC unroll 16
-        for (int i = 0; i < kSome; ++i) {
-          to.template Add<kSome>(some, l, i,
-                                 values.template Read<true>(at + l * line_bytes + i * kStep));
+          for (int i = 0; i < kSome; ++i) {
+            to.template Add<kSome>(some, l, i,
+                                   values.template Read<true>(at + l * line_bytes + i * kStep));
+          }
         }
+        to.template End<kSome>(some);
+        at += kSome * kStep;
       }
-      to.template End<kSome>(some);
-      at += kSome * kStep;
     }
   }
   *to_ = to;
@@ -151,39 +217,51 @@ bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count,
                  To* to) {
   constexpr int kBits = D::Format::kBits;
   constexpr ScaleType kScale = D::Format::kScale;
-  if (kScale == ScaleType::kFloat32 || first % lines.group != 0 || count % lines.group != 0) {
+  if constexpr (kScale == ScaleType::kFloat32) {
     return false;
-  }
-  const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
-  const int64_t bytes = (kLinesTogether - 1) * lines.line_bytes + count * kBits / 8;
-  if (at + bytes + kOverread > lines.codes_end) return false;
-  const int64_t end = (first + count) / lines.group;
-  for (int64_t group = first / lines.group; group < end;) {
-    const int64_t groups = Min(kMostGroups, end - group), codes = groups * lines.group;
-    Scales scales[kLinesTogether];
-    for (int l = 0; l < kLinesTogether; ++l) {
-      ReadScales<kScale, D::kRounds == DType::kF32>(lines, line + l, group, groups, &scales[l]);
+  } else {
+    // Groups have a power of two.
+    if (((first | count) & (lines.group - 1)) != 0) return false;
+    const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
+    const int64_t bytes = (kLinesTogether - 1) * lines.line_bytes + count * kBits / 8;
+    if (at + bytes + kOverread > lines.codes_end) return false;
+    const int64_t end = (first + count) >> lines.group_bits;
+    for (int64_t group = first >> lines.group_bits; group < end;) {
+      const int64_t groups = Min(kMostGroups, end - group), codes = groups * lines.group;
+      LineScales scales;
+      const bool exact = ReadLineScales < kScale, D::kRounds == DType::kF32,
+                 kBits > (lines, line, group, groups, &scales);
       if constexpr (kScale == ScaleType::kScaleAndBias) {
         const int64_t size = SizeOf(lines.scale_dtype);
-        const int64_t begin = ((line + l) * lines.line_scales + group) * size;
-        Fetch(lines.scales + begin, ahead.scales, groups * size);
-        Fetch(lines.biases + begin, ahead.scales, groups * size);
+        for (int l = 0; l < kLinesTogether; ++l) {
+          const int64_t begin = ((line + l) * lines.line_scales + group) * size;
+          Fetch(lines.scales + begin, ahead.scales, groups * size);
+          Fetch(lines.biases + begin, ahead.scales, groups * size);
+        }
       }
+      const auto decode = [&](auto vectors) {
+        constexpr int kVectors = decltype(vectors)::value;
+        if constexpr (kScale == ScaleType::kScaleAndBias && !D::kExact) {
+          // Scales of GGUF's types have 17 digits at most.
+          if (exact) {
+            using Exact = Decoding<typename D::Format, D::kRounds, true>;
+            DecodeTogether<Exact, kVectors>(scales, groups, at, lines.line_bytes, ahead.codes, to);
+            return;
+          }
+        }
+        DecodeTogether<D, kVectors>(scales, groups, at, lines.line_bytes, ahead.codes, to);
+      };
+      switch (lines.group) {
+        case 16: decode(Number<16 / kLanes>()); break;
+        case 32: decode(Number<32 / kLanes>()); break;
+        case 64: decode(Number<64 / kLanes>()); break;
+        default: decode(Number<128 / kLanes>());
+      }
+      group += groups;
+      at += codes * kBits / 8;
     }
-    const auto decode = [&](auto vectors) {
-      DecodeTogether<D, decltype(vectors)::value>(scales, groups, at, lines.line_bytes, ahead.codes,
-                                                  to);
-    };
-    switch (lines.group) {
-      case 16: decode(Number<16 / kLanes>()); break;
-      case 32: decode(Number<32 / kLanes>()); break;
-      case 64: decode(Number<64 / kLanes>()); break;
-      default: decode(Number<128 / kLanes>());
-    }
-    group += groups;
-    at += codes * kBits / 8;
+    return true;
   }
-  return true;
 }
 
 // sums[l] = line + l times x.

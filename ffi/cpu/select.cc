@@ -1,5 +1,7 @@
 // Which of the compiled kernels this processor runs, and what all of them share.
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "cpu/encode.h"
@@ -7,6 +9,12 @@
 #include "cpu/lines.h"
 
 namespace jgg::cpu {
+
+namespace {
+std::atomic<int> most_level{4};
+}
+
+void AtMostLevel(int level) { most_level = level; }
 
 #ifdef JGG_X86_LEVELS
 // x86-64-v4, v3, or neither.
@@ -20,7 +28,7 @@ static int Level() {
                     __builtin_cpu_supports("avx512cd");
     return v4 ? 4 : v3 ? 3 : 0;
   }();
-  return level;
+  return std::min(level, most_level.load(std::memory_order_relaxed));
 }
 #define JGG_BEST(name) (Level() == 4 ? name##V4 : Level() == 3 ? name##V3 : name##Baseline)
 #else

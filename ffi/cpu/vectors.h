@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "common/dtype.h"
@@ -42,6 +44,18 @@ inline Ints All(int32_t v) { return v - Ints{}; }
 // yes or no, lane by lane.
 inline Vector Select(Ints condition, Vector yes, Vector no) {
   return FromBits((condition & Bits(yes)) | (~condition & Bits(no)));
+}
+
+inline bool AnyNegative(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(v)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(v)) != 0;
+#else
+  int32_t all = 0;
+  for (int i = 0; i < kLanes; ++i) all |= v[i];
+  return all < 0;
+#endif
 }
 
 // a * b + c, rounded once where the instruction set can.
@@ -101,6 +115,17 @@ inline Vector LoadBf16(const uint16_t* at) {
   return FromBits(__builtin_convertvector(shorts, Ints) << 16);
 }
 
+#if defined(__SSE2__) && !defined(__AVX2__)
+// The first kLanes bytes. (GCC would widen one after the other, through memory.)
+inline Ints Widened(__m128i bytes) {
+  const __m128i zero = _mm_setzero_si128(), shorts = _mm_unpacklo_epi8(bytes, zero);
+  const __m128i halves[2] = {_mm_unpacklo_epi16(shorts, zero), _mm_unpackhi_epi16(shorts, zero)};
+  Ints ints;
+  memcpy(&ints, halves, sizeof ints);
+  return ints;
+}
+#endif
+
 inline Ints LoadBytes(const uint8_t* at) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
@@ -108,11 +133,14 @@ inline Ints LoadBytes(const uint8_t* at) {
 #elif defined(__AVX2__)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
   return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(bytes));
+#elif defined(__SSE2__)
+  return Widened(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
 #else
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
   Bytes bytes;
   memcpy(&bytes, at, sizeof bytes);
-  return __builtin_convertvector(bytes, Ints);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints);
 #endif
 }
 
@@ -248,6 +276,15 @@ inline Ints LoadCodes(const uint8_t* at) {
       _mm256_srlv_epi32(_mm256_shuffle_epi8(row, load(kPlan.bytes)), load(kPlan.shift)));
 #endif
 #else
+#if defined(__SSE2__)
+  if constexpr (kBits == 4) {  // a byte for each code
+    int32_t word;
+    memcpy(&word, at, sizeof word);
+    const __m128i v = _mm_cvtsi32_si128(word), low = _mm_set1_epi8(15);
+    const __m128i odd = _mm_and_si128(_mm_srli_epi16(v, 4), low);
+    return Widened(_mm_unpacklo_epi8(_mm_and_si128(v, low), odd));
+  }
+#endif
   uint64_t word = 0;  // all of them
   for (int i = 0; i < kBits; ++i) word |= uint64_t{at[i]} << 8 * i;
   typedef int32_t Half __attribute__((vector_size(kLanes * 2)));

@@ -25,6 +25,8 @@ using cpu::Part;
 // Of a segment with few rows: lines of a task, or the least elements of all lines.
 constexpr int64_t kTaskLines = 128, kTaskElements = 512;
 constexpr int64_t kTaskSums = std::max(cpu::kMostAdds, cpu::kMostFewRows* kTaskLines);
+// Numbers that this thread copies sooner than another one wakes up.
+constexpr int64_t kFewCopies = 1 << 16;
 static_assert(cpu::kMostAddRows * kTaskElements <= cpu::kMostAdds);
 
 int64_t WholeUnits(int64_t count) { return (count + cpu::kUnit - 1) / cpu::kUnit * cpu::kUnit; }
@@ -78,7 +80,7 @@ class FewRowsParts {
       rows += part.rows;
     }
     copies_.resize(rows * stride_);
-    cpu::ParallelFor(pool, static_cast<int64_t>(parts_.size()), [&](int64_t i) {
+    const auto copy = [&](int64_t i) {
       const Part& part = parts_[i];
       for (int64_t r = 0; r < part.rows; ++r) {
         const char* const row =
@@ -86,7 +88,13 @@ class FewRowsParts {
         cpu::BestLines().widen(row, args_.dtype, args_.k,
                                copies_.data() + (first_[i] + r) * stride_);
       }
-    });
+    };
+    const auto parts = static_cast<int64_t>(parts_.size());
+    if (rows * stride_ <= kFewCopies) {
+      for (int64_t i = 0; i < parts; ++i) copy(i);
+    } else {
+      cpu::ParallelFor(pool, parts, copy);
+    }
   }
 
   void Run(int64_t task) const {

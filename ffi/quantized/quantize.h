@@ -24,6 +24,7 @@ struct QuantizeArgs {
   const void* w;
   DType dtype;  // of w, and of affine scales
   QuantizedArray q;
+  int64_t matrices, k, n;  // with matrices, w is (matrices, k, n), and q of (matrices * n, k)
 };
 
 struct DequantizeArgs {

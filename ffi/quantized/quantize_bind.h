@@ -65,14 +65,21 @@ inline xla::ffi::Error BindQuantizedArray(const char* op, const QuantizedAttrs& 
   return xla::ffi::Error::Success();
 }
 
-// The operands and results of quantize.
+// The operands and results of quantize. `across`: w may have three axes (B, K, N).
 inline xla::ffi::Error BindQuantize(const char* op, const QuantizedAttrs& attrs,
                                     xla::ffi::AnyBuffer w, xla::ffi::RemainingArgs rest,
                                     xla::ffi::Result<xla::ffi::AnyBuffer> weight,
                                     xla::ffi::Result<xla::ffi::AnyBuffer> scales,
-                                    xla::ffi::RemainingRets more, QuantizeArgs* args) {
+                                    xla::ffi::RemainingRets more, QuantizeArgs* args,
+                                    bool across = false) {
   JGG_RETURN_IF_ERROR(CheckFloat(op, "w", w.element_type()));
-  JGG_RETURN_IF_ERROR(CheckShape(op, "w", "(R, K)", w, {-1, -1}));
+  if (across && w.dimensions().size() == 3) {
+    args->matrices = w.dimensions()[0];
+    args->k = w.dimensions()[1];
+    args->n = w.dimensions()[2];
+  } else {
+    JGG_RETURN_IF_ERROR(CheckShape(op, "w", "(R, K)", w, {-1, -1}));
+  }
   args->w = w.untyped_data();
   args->dtype = *ToDType(w.element_type());
   QuantizedBuffers buffers{*weight, *scales, {}, {}};
@@ -91,8 +98,10 @@ inline xla::ffi::Error BindQuantize(const char* op, const QuantizedAttrs& attrs,
     if (!biases) return biases.error();
     buffers.biases = **biases;
   }
-  JGG_RETURN_IF_ERROR(
-      BindQuantizedArray(op, attrs, buffers, w.dimensions()[0], w.dimensions()[1], &args->q));
+  const bool exchanged = w.dimensions().size() == 3;
+  const int64_t rows = exchanged ? args->matrices * args->n : w.dimensions()[0];
+  const int64_t k = exchanged ? args->k : w.dimensions()[1];
+  JGG_RETURN_IF_ERROR(BindQuantizedArray(op, attrs, buffers, rows, k, &args->q));
   if (args->q.coding.HasFloatScales() && args->q.coding.scale_dtype != args->dtype) {
     return InvalidArgument(op, "scales and w must have one dtype");
   }

@@ -48,8 +48,9 @@ class Fp8(PackedFormat):
                 f"block={block}"
             )
 
-    def quantized(self, op: str, w, global_scale, bits: int, group_size: int, block) -> Quantized:
-        return convert.quantized(op, w, block=block)
+    def quantized(self, op: str, w, contract: int, global_scale, bits: int, group_size: int,
+                  block) -> Quantized:  # fmt: skip
+        return convert.quantized(op, w if contract == -1 else w.swapaxes(-1, -2), block=block)
 
     def values(self, q: Quantized, dtype, implementation: str | None) -> jax.Array:
         return convert.dequantized(q, dtype, implementation)

@@ -266,6 +266,8 @@ _TABLE = (
 _ON_CPU = {
     op: Kernel("cpu", f"jgg_{op}", converts, unseen=True) for op in ("quantize", "dequantize")
 }
+#: Elsewhere XLA exchanges the axes before the kernel of "quantize".
+_ACROSS = Kernel("cpu", "jgg_quantize", converts, unseen=True)
 # Layers of experts, and their router.
 _LAYERS = {
     "few_tokens": (
@@ -304,14 +306,18 @@ _LAYERS = {
     ),
 }  # fmt: skip
 #: The kernels of each operation that is no product: see ``choose.KERNELS``.
-KERNELS = _LAYERS | {
-    op: (
-        *(
-            Kernel("sm80", target, can, unseen=True, needs=needs)
-            for name, target, can, needs in _TABLE
-            if name == op
-        ),
-        *([_ON_CPU[op]] if op in _ON_CPU else []),
-    )
-    for op, *_ in _TABLE
-}
+KERNELS = (
+    _LAYERS
+    | {
+        op: (
+            *(
+                Kernel("sm80", target, can, unseen=True, needs=needs)
+                for name, target, can, needs in _TABLE
+                if name == op
+            ),
+            *([_ON_CPU[op]] if op in _ON_CPU else []),
+        )
+        for op, *_ in _TABLE
+    }
+    | {"quantize_across": (_ACROSS,)}
+)

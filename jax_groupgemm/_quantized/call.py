@@ -189,6 +189,21 @@ def quantize(w, global_scale, *, mode, bits, group_size):
             w.astype(jnp.float32), global_scale, mode=mode, bits=bits, group_size=group_size
         )
         return weight, *(fb.narrow(fb.bits(a), w.dtype) for a in floats)
+    return _quantize(w.reshape(rows, k), global_scale, (*lead, k), mode, bits, group_size)
+
+
+def quantize_across(w, global_scale, *, mode, bits, group_size):
+    """Custom call ``jgg_quantize`` on a CPU: w (B, K, N)[, global_scale (L,)] -> weight, scales
+    [, biases] of (B * N, K)."""
+    *lead, k, n = w.shape
+    matrices = w.reshape(math.prod(lead), k, n)
+    return _quantize(matrices, global_scale, (*lead, n, k), mode, bits, group_size)
+
+
+def _quantize(w, global_scale, shape, mode, bits, group_size):
+    """The leaves of an array of this shape, which is in w."""
+    *lead, k = shape
+    rows, has_biases = math.prod(lead), format.FORMATS[mode].has_biases
     scales = jax.ShapeDtypeStruct((rows, k // group_size), w.dtype if has_biases else jnp.uint8)
     results = jax.ShapeDtypeStruct((rows, k * bits // 32), jnp.uint32), scales
     results += (scales,) if has_biases else ()
@@ -196,7 +211,7 @@ def quantize(w, global_scale, *, mode, bits, group_size):
     flags = {"quantized": _quantized_flags(mode, bits, group_size, biases, global_scale)}
     more = [] if global_scale is None else [global_scale.reshape(-1)]
     call = jax.ffi.ffi_call("jgg_quantize", results)
-    out = call(w.reshape(rows, k), *more, **attributes(flags))
+    out = call(w, *more, **attributes(flags))
     return tuple(a.reshape(*lead, a.shape[1]) for a in out)
 
 

@@ -103,10 +103,9 @@ def quantize(
     kind.check_operand(op, w, contract, bits, group_size, block)
     if said is None:
         _warn_if_square(op, w)
-    if contract == -2:
-        w = w.swapaxes(-1, -2)
-    global_scale = checked_global_scale(op, mode, global_scale, w.shape)
-    return kind.quantized(op, w, global_scale, bits, group_size, block)
+    shape = w.shape if contract == -1 else (*w.shape[:-2], w.shape[-1], w.shape[-2])
+    global_scale = checked_global_scale(op, mode, global_scale, shape)
+    return kind.quantized(op, w, contract, global_scale, bits, group_size, block)
 
 
 def _warn_if_square(op: str, w) -> None:

@@ -101,8 +101,9 @@ class Format(abc.ABC):
         """Raise where w, contracted over axis -1 or -2, cannot be quantized."""
 
     @abc.abstractmethod
-    def quantized(self, op: str, w, global_scale, bits: int, group_size: int, block) -> Quantized:
-        """``w (..., K)``, of checked arguments."""
+    def quantized(self, op: str, w, contract: int, global_scale, bits: int, group_size: int,
+                  block) -> Quantized:  # fmt: skip
+        """``w (..., K)``, or ``(..., K, N)`` contracted over axis -2, of checked arguments."""
 
     @abc.abstractmethod
     def values(self, q: Quantized, dtype, implementation: str | None) -> jax.Array:

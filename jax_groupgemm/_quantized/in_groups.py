@@ -61,14 +61,18 @@ class InGroups(Format):
             f"group_size={group_size}{whole}{hint}"
         )
 
-    def quantized(self, op: str, w, global_scale, bits: int, group_size: int, block) -> Quantized:
+    def quantized(self, op: str, w, contract: int, global_scale, bits: int, group_size: int,
+                  block) -> Quantized:  # fmt: skip
         static: dict[str, Any] = {"mode": self.name, "bits": bits, "group_size": group_size}
-        run: Callable = functools.partial(_quantize, **static)
+        run: Callable = functools.partial(_quantize, **static, contract=contract)
         mesh = partition.explicit_mesh([w] if global_scale is None else [w, global_scale])
         if mesh is not None:  # leaves are sharded as w is, where groups are not cut
-            *lead, last = partition.entries_of(w)
+            lead = partition.entries_of(w)
+            last = lead.pop(contract)
             parts = math.prod(mesh.shape[name] for name in last)
-            last = () if w.shape[-1] // self.codes_together(bits, group_size) % parts else last
+            last = (
+                () if w.shape[contract] // self.codes_together(bits, group_size) % parts else last
+            )
             spec = NamedSharding(mesh, P(*(entry or None for entry in (*lead, last))))
             run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=spec)
         weight, scales, biases = run(lax.stop_gradient(w), lax.stop_gradient(global_scale))
@@ -155,13 +159,17 @@ def divide(a, b):
     return fb.value(fb.divide(fb.bits(a), fb.bits(b)))
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "bits", "group_size"))
-def _quantize(w, global_scale, *, mode: str, bits: int, group_size: int):
+@functools.partial(jax.jit, static_argnames=("mode", "bits", "group_size", "contract"))
+def _quantize(w, global_scale, *, mode: str, bits: int, group_size: int, contract: int):
     """``(weight, scales, biases)``."""
-    weight, scales, *biases = _QUANTIZE(
-        w, global_scale, mode=mode, bits=bits, group_size=group_size
-    )
+    run = _QUANTIZE if contract == -1 else _QUANTIZE_ACROSS
+    weight, scales, *biases = run(w, global_scale, mode=mode, bits=bits, group_size=group_size)
     return weight, scales, biases[0] if biases else None
+
+
+def quantize_across(w, global_scale, **static) -> tuple:
+    """The leaves of ``w (..., K, N)`` with its last two axes exchanged."""
+    return _QUANTIZE(w.swapaxes(-1, -2), global_scale, **static)
 
 
 def problem(*_, mode: str, **__):
@@ -169,10 +177,11 @@ def problem(*_, mode: str, **__):
     return functools.partial(problems.Conversion, mode=mode, calls=FORMATS[mode].calls)
 
 
-_QUANTIZE, _DEQUANTIZE = (
+_QUANTIZE, _QUANTIZE_ACROSS, _DEQUANTIZE = (
     conversion.composed(name, definition, of_leaves, problem, conversion.in_batch)
     for name, definition, of_leaves in (
         ("quantize", quantize, call.quantize),
+        ("quantize_across", quantize_across, call.quantize_across),
         ("dequantize", dequantize, call.dequantize),
     )
 )

@@ -32,7 +32,11 @@ void TryCase(int number) {
   const int64_t kind = Below(3);
   Case c = kind == 0 ? MmCase(forged) : kind == 1 ? WgradCase(forged) : QmmCase(forged);
   const char* const names[] = {"mm", "wgrad", "qmm"};
-  const std::string what = names[kind] + std::string(" case ") + std::to_string(number) + ": ";
+  constexpr int kLevels[] = {0, 3, 4};  // of instructions, if the processor has them
+  const int level = kLevels[Below(3)];
+  jgg::cpu::AtMostLevel(level);
+  const std::string what = names[kind] + std::string(" case ") + std::to_string(number) +
+                           ", level " + std::to_string(level) + ": ";
   std::vector<char> before;
   for (const int threads : {0, 1, 4}) {  // the same bytes with any number
     Pool some(threads);
@@ -66,6 +70,7 @@ void TryCase(int number) {
     }
     if (allocations_failed == 0) break;
   }
+  jgg::cpu::AtMostLevel(4);
 }
 
 // ---- a loop whose body fails -----------------------------------------------------------------

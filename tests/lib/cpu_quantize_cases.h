@@ -190,9 +190,25 @@ void TryEncode(const std::string& what) {
   }
 }
 
-// The handler, with some number of threads.
+// w (matrices * n, k) as (matrices, k, n).
+std::unique_ptr<Array> Exchanged(const Array& w, int64_t matrices) {
+  const int64_t n = w.shape[0] / matrices, k = w.shape[1], bytes = w.Bytes();
+  auto out = std::make_unique<Array>(w.dtype, std::vector<int64_t>{matrices, k, n});
+  for (int64_t row = 0; row < w.shape[0]; ++row) {
+    for (int64_t i = 0; i < k; ++i) {
+      const int64_t at = (row / n * k + i) * n + row % n;
+      std::memcpy(&out->data[at * bytes], &w.data[(row * k + i) * bytes], bytes);
+    }
+  }
+  return out;
+}
+
+// The handler, with some number of threads. It takes w in lines, or quantized across them.
 void TryQuantize(const std::string& what) {
-  const int64_t rows = Below(6), row_groups = Below(8) == 0 ? 2000 : Below(12);
+  const bool across = Below(2);
+  const int64_t matrices = 1 + Below(3);
+  const int64_t rows = across ? matrices * Below(50) : Below(6);
+  const int64_t row_groups = Below(8) == 0 ? (across ? 70 : 2000) : Below(12);
   Encoded e = SomeEncoded(rows, row_groups);
   const int64_t k = e.w->shape[1], columns = k / e.size;
   const bool affine = !e.biases.empty() || e.format.scale == jgg::ScaleType::kScaleAndBias;
@@ -205,7 +221,8 @@ void TryQuantize(const std::string& what) {
                                    {"group_size", static_cast<int32_t>(e.size)},
                                    {"layout", "linear"},
                                    {"mode", name.c_str()}}}};
-  std::vector<Array*> operands{e.w.get()};
+  const std::unique_ptr<Array> exchanged = across ? Exchanged(*e.w, matrices) : nullptr;
+  std::vector<Array*> operands{across ? exchanged.get() : e.w.get()};
   if (e.scales != 0) operands.push_back(e.factors.get());
   for (const int threads : {0, 1, 4}) {
     Pool some(threads);
@@ -224,7 +241,7 @@ void TryQuantize(const std::string& what) {
     };
     if (!same(codes, e.codes) || !same(scales, e.group_scales) || !same(biases, e.biases)) {
       Problem(what + name + std::to_string(e.format.bits) + " of " + std::to_string(rows) + " x " +
-              std::to_string(k) + ": wrong bytes");
+              std::to_string(k) + (across ? " across" : "") + ": wrong bytes");
     }
   }
 }
