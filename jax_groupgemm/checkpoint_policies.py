@@ -14,7 +14,7 @@ from ._kernels import rows
 __all__ = ["grouped_products_saveable"]
 
 # All of our primitives but these are products.
-_CONVERSIONS = {f"jgg_{op}" for op in (*rows.KERNELS, "activation", "send", "collect")}
+_CONVERSIONS = {f"jgg_{op}" for op in (*rows.CONVERSIONS, "activation", "send", "collect")}
 
 
 def grouped_products_saveable(prim: Any, *_: Any, **params: Any) -> bool:

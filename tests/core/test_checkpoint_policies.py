@@ -171,7 +171,8 @@ def test_every_primitive_is_a_product_or_a_conversion():
     assert saved <= products
     assert {"mm", "wgrad", "qmm", "fused_mm", "nvfp4_grouped_mm"} <= saved
     assert {p.name for p in ours if not POLICY(p)} == {
-        "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
+        "jgg_quantize", "jgg_quantize_across", "jgg_dequantize", "jgg_prepack",
+        "jgg_nvfp4_quantize", "jgg_route",
         "jgg_fp8_cast", "jgg_fp8_largest", "jgg_fp8_activation_cast",
         "jgg_fp8_activation_cast_backward",
         "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
