@@ -305,19 +305,17 @@ _LAYERS = {
         ),
     ),
 }  # fmt: skip
-#: The kernels of each operation that is no product: see ``choose.KERNELS``.
-KERNELS = (
-    _LAYERS
-    | {
-        op: (
-            *(
-                Kernel("sm80", target, can, unseen=True, needs=needs)
-                for name, target, can, needs in _TABLE
-                if name == op
-            ),
-            *([_ON_CPU[op]] if op in _ON_CPU else []),
-        )
-        for op, *_ in _TABLE
-    }
-    | {"quantize_across": (_ACROSS,)}
-)
+#: The kernels of each operation that multiplies nothing.
+CONVERSIONS = {
+    op: (
+        *(
+            Kernel("sm80", target, can, unseen=True, needs=needs)
+            for name, target, can, needs in _TABLE
+            if name == op
+        ),
+        *([_ON_CPU[op]] if op in _ON_CPU else []),
+    )
+    for op, *_ in _TABLE
+} | {"quantize_across": (_ACROSS,)}
+#: See ``choose.KERNELS``.
+KERNELS = _LAYERS | CONVERSIONS
