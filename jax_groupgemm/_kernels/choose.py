@@ -240,11 +240,12 @@ def as_stored_sm90(p: Qmm) -> str | None:
         return f"needs layout 'linear', got {p.layout!r}"
     if why := dense.groups_sm90(p.mode, p.group_size):
         return why
+    scaled = dense.qmm_scaled(p, packed=False)
     return extension.rules().qmm_sm90_problem(
         line=p.k if p.transpose_w else p.n, bits=p.bits, bfloat16_x=dense.qmm_planes(p) > 0,
-        bfloat16_scales=p.bfloat16_scales, half=dense.lines_of_halves(p),
-        scaled=dense.qmm_scaled(p, packed=False),
-        transpose_w=p.transpose_w, in_order=p.in_order, has_options=p.has_options,
+        bfloat16_scales=p.bfloat16_scales, half=dense.lines_of_halves(p), scaled=scaled,
+        transpose_w=p.transpose_w, in_order=p.in_order,
+        has_options=p.has_options and not scaled,  # _qmm_fuses_sm90 says what becomes of those
     )  # fmt: skip
 
 
@@ -280,8 +281,8 @@ def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
 def _qmm_fuses_sm90(p: Qmm, packed: bool = False) -> str | None:
     if dense.qmm_planes(p, packed=packed) != 1:
         return "options are done to sums of bfloat16 parts"
-    if p.gated and dense.qmm_scaled(p, packed=packed):
-        return "scales multiply sums, which has no gated activation"
+    if dense.qmm_scaled(p, packed=packed) and (p.gated or not packed):
+        return "scales multiply sums, which has no gated activation, or of lines no option"
     return _qmm_fuses(p)
 
 
