@@ -22,9 +22,9 @@ _SHAPES = [*_QUICK, (300, 4, 30, 32, 328, 296), (2500, 8, 40, 64, 128, 64), (40,
 def lines() -> list[Line]:
     found = []
     for dtype in ("bfloat16", "float16", "float32"):
-        bound = [functools.partial(f, dtype) for f in (_trials, _timed, _gradients)]
-        found.append(Line("lora_mm", dtype, *bound[:2]))
-        found.append(Line("lora_mm gradients", dtype, bound[2]))
+        trials, timed = functools.partial(_trials, dtype), functools.partial(_timed, dtype)
+        found.append(Line("lora_mm", dtype, trials, timed))
+        found.append(Line("lora_mm gradients", dtype, functools.partial(_gradients, dtype)))
     return found
 
 
