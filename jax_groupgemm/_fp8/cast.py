@@ -115,8 +115,9 @@ def _encoded(x, scales, seed, kind: blocks.Element, power_of_two: bool):
 
 
 def _problem(x, rows: int, along: int):
+    of_codes = x.dtype.itemsize == 1
     return functools.partial(
-        problems.Fp8Conversion, mode="fp8", dtypes=(x.dtype.name,), rows=rows,
+        problems.Fp8Conversion, mode="fp8", dtypes=() if of_codes else (x.dtype.name,), rows=rows,
         columns=x.shape[-1], along=along, block=None,
     )  # fmt: skip
 

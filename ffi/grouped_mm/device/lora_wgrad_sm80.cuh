@@ -176,7 +176,11 @@ struct LoraWgradProduct {
   }
 
   __device__ void Store(int tile) const {
-    const int length = lora.length[kWhich], g = lane / 4, q = lane % 4;
+    const int length = lora.length[kWhich];
+    int g = lane / 4, q = lane % 4;
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+r"(g), "+r"(q));  // places follow from these, not kept while multiplying
+#endif
     const int64_t first = tile * kLoraWgradColumns;
     if constexpr (kLong) {
 #pragma unroll
