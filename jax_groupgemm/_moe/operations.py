@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._grouped.activation_backward import rounded_activation
@@ -68,24 +67,6 @@ class NVFP4(Operations):
     def linear(self, rows, linear, group_sizes, key):
         w = linear.w.astype(self.dtype)
         return nvfp4_grouped_linear(
-            rows, w if self.transpose_w else _across(w), group_sizes, bias=linear.bias,
+            rows, w if self.transpose_w else w.swapaxes(1, 2), group_sizes, bias=linear.bias,
             recipe=self.recipe, key=key,
         )  # fmt: skip
-
-
-@jax.custom_vjp
-def _across(w):
-    """(E, N, K) of (E, K, N). Its gradient is transposed before anything else is made of it: fused
-    with an optimizer's update, XLA's transposition takes five times as long as both."""
-    return w.swapaxes(1, 2)
-
-
-def _across_fwd(w):
-    return _across(w), None
-
-
-def _across_bwd(_, ct):
-    return (lax.optimization_barrier(ct.swapaxes(1, 2)),)
-
-
-_across.defvjp(_across_fwd, _across_bwd)
