@@ -78,14 +78,18 @@ def few_pay(p: Moe) -> bool:
     return p.pairs * p.matrix <= 2**27
 
 
-def takes_few_dense(p: Moe) -> str | None:
+def _needs_arrays(p: Moe) -> str | None:
     if p.empty:
         return "an operand is empty"
     if not p.dense:
         return "needs weights that are arrays"
     if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(HALVES)} alike"
-    if why := dense.unknown_activation(p.activation):
+    return None
+
+
+def takes_few_dense(p: Moe) -> str | None:
+    if why := _needs_arrays(p) or dense.unknown_activation(p.activation):
         return why
     return extension.rules().moe_few_dense_problem(pairs=p.pairs, choices=p.choices, d=p.d, f=p.f)
 
@@ -110,13 +114,7 @@ def takes_some(p: Moe) -> str | None:
 
 
 def takes_some_dense(p: Moe) -> str | None:
-    if p.empty:
-        return "an operand is empty"
-    if not p.dense:
-        return "needs weights that are arrays"
-    if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
-        return f"needs {' or '.join(HALVES)} alike"
-    return _takes_some(p)
+    return _needs_arrays(p) or _takes_some(p)
 
 
 def _takes_some(p: Moe) -> str | None:
