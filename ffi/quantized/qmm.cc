@@ -28,7 +28,8 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
       CheckMm(op, args.metadata, args.rows_x, args.rows_y, args.w.groups, args.n, args.k));
 
   Operands operands(op, rest);
-  args.scaled = args.planned && plan_attrs.way == rules::kQmmWays[static_cast<int>(rules::QmmWay::kScaled)];
+  args.scaled =
+      args.planned && plan_attrs.way == rules::kQmmWays[static_cast<int>(rules::QmmWay::kScaled)];
   if (args.scaled) {
     JGG_RETURN_IF_ERROR(
         BindXSums(op, args.rows_x, PaddedK(args.k, true) / 128, &operands, &args.x_sums));
@@ -56,32 +57,32 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
     }
     if (auto reason = qmm_sm90_unsupported(args, capability)) return Unimplemented(op, *reason);
     rules::QmmPlanSm90 plan;
-    JGG_RETURN_IF_ERROR(BindPlan(
-        op, plan_attrs, args.w.coding,
-        {args.k, args.n, IsGated(activation), false, !args.transpose_w, args.dtype == DType::kF16,
-         args.scaled ? 1 : 0},
-        args.rows_x, args.rows_y, args.metadata, &plan));
+    JGG_RETURN_IF_ERROR(BindPlan(op, plan_attrs, args.w.coding,
+                                 {args.k, args.n, IsGated(activation), false, !args.transpose_w,
+                                  args.dtype == DType::kF16, args.scaled ? 1 : 0},
+                                 args.rows_x, args.rows_y, args.metadata, &plan));
     return FromCuda(op, qmm_sm90(stream, args, plan));
   }
   if (auto reason = qmm_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
   return FromCuda(op, qmm_sm80(stream, args));
 }
 
-XLA_FFI_DEFINE_HANDLER(kQmm, Qmm,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // weight
-                           .Arg<ffi::AnyBuffer>()  // scales
-                           .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()  // x_sums, biases, global_scale, group_offset, bias, row_scale
-                           .Ret<ffi::AnyBuffer>()  // out
-                           .Attr<QuantizedAttrs>("quantized")
-                           .Attr<QmmAttrs>("qmm")
-                           .Attr<MetadataAttrs>("metadata")
-                           .Attr<EpilogueAttrs>("epilogue")
-                           .Attr<QmmPlanAttrs>("plan"),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kQmm, Qmm,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // x
+        .Arg<ffi::AnyBuffer>()  // weight
+        .Arg<ffi::AnyBuffer>()  // scales
+        .Arg<ffi::AnyBuffer>()  // metadata
+        .RemainingArgs()        // x_sums, biases, global_scale, group_offset, bias, row_scale
+        .Ret<ffi::AnyBuffer>()  // out
+        .Attr<QuantizedAttrs>("quantized")
+        .Attr<QmmAttrs>("qmm")
+        .Attr<MetadataAttrs>("metadata")
+        .Attr<EpilogueAttrs>("epilogue")
+        .Attr<QmmPlanAttrs>("plan"),
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQmm(XLA_FFI_CallFrame* call_frame) { return kQmm(call_frame); }
 
