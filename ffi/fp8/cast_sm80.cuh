@@ -10,7 +10,7 @@ namespace jgg {
 
 namespace fp8 {
 
-// What all kernels take, of elements of so many bytes.
+// Makes the parameters that all kernels take. An element has `size` bytes.
 inline cudaError_t MakeCastParams(cudaStream_t stream, const Fp8CastSm80& args, int64_t size,
                                   CastParams* to) {
   CastParams& cast = *to;

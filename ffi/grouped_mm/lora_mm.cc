@@ -1,11 +1,10 @@
 // CUDA handler of products of low rank: bind, check, launch.
-#include <string>
-
 #include "common/arch.h"
 #include "common/attributes.h"
 #include "common/buffer.h"
 #include "common/check.h"
 #include "common/cuda_error.h"
+#include "grouped_mm/lora_bind.h"
 #include "grouped_mm/lora_sm80.h"
 #include "grouped_mm/metadata_bind.h"
 #include "grouped_mm/rules.h"
@@ -23,15 +22,6 @@ namespace jgg {
 namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "lora_mm";
-
-// An operand, or the result, of x's dtype, at a multiple of 16 bytes.
-static ffi::Error CheckLines(const char* name, const char* letters, const ffi::AnyBuffer& lines,
-                             ffi::DataType dtype, std::initializer_list<int64_t> shape) {
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, name, lines, dtype, "that of x"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, name, letters, lines, shape));
-  if (reinterpret_cast<uintptr_t>(lines.untyped_data()) % 16 == 0) return ffi::Error::Success();
-  return Unimplemented(kOp, std::string(name) + " is not 16-byte aligned");
-}
 
 static const char* Data(const ffi::AnyBuffer& buffer) {
   return static_cast<const char*>(buffer.untyped_data());
@@ -66,15 +56,15 @@ static ffi::Error LoraHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   const int64_t n = b.dimensions()[lines];
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {rows, k, n, pairs}));
   if (auto reason = rules::LoraProblem(rank, k, n)) return Unimplemented(kOp, *reason);
-  JGG_RETURN_IF_ERROR(CheckLines("x", "(T, K)", x, dtype, {rows, k}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "x", "(T, K)", x, dtype, {rows, k}));
   if (attrs.turned) {
-    JGG_RETURN_IF_ERROR(CheckLines("a", "(P, K, R)", a, dtype, {pairs, k, rank}));
-    JGG_RETURN_IF_ERROR(CheckLines("b", "(P, R, N)", b, dtype, {pairs, rank, n}));
+    JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "a", "(P, K, R)", a, dtype, {pairs, k, rank}));
+    JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "b", "(P, R, N)", b, dtype, {pairs, rank, n}));
   } else {
-    JGG_RETURN_IF_ERROR(CheckLines("a", "(P, R, K)", a, dtype, {pairs, rank, k}));
-    JGG_RETURN_IF_ERROR(CheckLines("b", "(P, N, R)", b, dtype, {pairs, n, rank}));
+    JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "a", "(P, R, K)", a, dtype, {pairs, rank, k}));
+    JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "b", "(P, N, R)", b, dtype, {pairs, n, rank}));
   }
-  JGG_RETURN_IF_ERROR(CheckLines("out", "(T, N)", *out, dtype, {rows, n}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "out", "(T, N)", *out, dtype, {rows, n}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "pair_of", pair_of, ffi::S32, "int32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "pair_of", "(T,)", pair_of, {rows}));
   Lora lora{};
@@ -89,7 +79,7 @@ static ffi::Error LoraHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   if (attrs.existing_out) {
     const auto existing = operands.Take("existing_out");
     if (!existing) return existing.error();
-    JGG_RETURN_IF_ERROR(CheckLines("existing_out", "(T, N)", *existing, dtype, {rows, n}));
+    JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "existing_out", "(T, N)", *existing, dtype, {rows, n}));
     lora.existing = Data(*existing);
   }
   JGG_RETURN_IF_ERROR(operands.End());
@@ -97,7 +87,7 @@ static ffi::Error LoraHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   if (more.size() == 1) {
     auto h = more.get<ffi::AnyBuffer>(0);
     if (!h) return h.error();
-    JGG_RETURN_IF_ERROR(CheckLines("h", "(T, R)", **h, dtype, {rows, rank}));
+    JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "h", "(T, R)", **h, dtype, {rows, rank}));
     lora.h = static_cast<char*>((*h)->untyped_data());
   }
   lora.x = Data(x);

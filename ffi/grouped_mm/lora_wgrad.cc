@@ -1,10 +1,9 @@
 // CUDA handler of low rank's weight gradients: bind, check, launch.
-#include <string>
-
 #include "common/arch.h"
 #include "common/buffer.h"
 #include "common/check.h"
 #include "common/cuda_error.h"
+#include "grouped_mm/lora_bind.h"
 #include "grouped_mm/lora_wgrad_sm80.h"
 #include "grouped_mm/metadata_bind.h"
 #include "grouped_mm/rules.h"
@@ -14,15 +13,6 @@ namespace jgg {
 namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "lora_wgrad";
-
-// An operand, or a result, of x's dtype, at a multiple of 16 bytes.
-static ffi::Error CheckLines(const char* name, const char* letters, const ffi::AnyBuffer& lines,
-                             ffi::DataType dtype, std::initializer_list<int64_t> shape) {
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, name, lines, dtype, "that of x"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, name, letters, lines, shape));
-  if (reinterpret_cast<uintptr_t>(lines.untyped_data()) % 16 == 0) return ffi::Error::Success();
-  return Unimplemented(kOp, std::string(name) + " is not 16-byte aligned");
-}
 
 static ffi::Error CheckNumbers(const char* name, const ffi::AnyBuffer& numbers, int64_t count) {
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, name, numbers, ffi::S32, "int32"));
@@ -49,12 +39,12 @@ static ffi::Error LoraWgradHandler(cudaStream_t stream, ffi::AnyBuffer dh, ffi::
   const int64_t pairs = db->dimensions()[0], n = db->dimensions()[1], rank = db->dimensions()[2];
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {rows, k, n, pairs}));
   if (auto reason = rules::LoraProblem(rank, k, n)) return Unimplemented(kOp, *reason);
-  JGG_RETURN_IF_ERROR(CheckLines("dh", "(T, R)", dh, dtype, {rows, rank}));
-  JGG_RETURN_IF_ERROR(CheckLines("x", "(T, K)", x, dtype, {rows, k}));
-  JGG_RETURN_IF_ERROR(CheckLines("ct", "(T, N)", ct, dtype, {rows, n}));
-  JGG_RETURN_IF_ERROR(CheckLines("h", "(T, R)", h, dtype, {rows, rank}));
-  JGG_RETURN_IF_ERROR(CheckLines("da", "(P, R, K)", *da, dtype, {pairs, rank, k}));
-  JGG_RETURN_IF_ERROR(CheckLines("db", "(P, N, R)", *db, dtype, {pairs, n, rank}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "dh", "(T, R)", dh, dtype, {rows, rank}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "x", "(T, K)", x, dtype, {rows, k}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "ct", "(T, N)", ct, dtype, {rows, n}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "h", "(T, R)", h, dtype, {rows, rank}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "da", "(P, R, K)", *da, dtype, {pairs, rank, k}));
+  JGG_RETURN_IF_ERROR(CheckLoraLines(kOp, "db", "(P, N, R)", *db, dtype, {pairs, n, rank}));
   JGG_RETURN_IF_ERROR(CheckNumbers("pair_of", pair_of, rows));
   JGG_RETURN_IF_ERROR(CheckNumbers("row_of", row_of, rows));
   JGG_RETURN_IF_ERROR(CheckNumbers("begins", *begins, pairs + 1));

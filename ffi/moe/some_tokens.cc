@@ -237,8 +237,7 @@ XLA_FFI_DEFINE_HANDLER(kSomeTokens, SomeTokensHandler,
 
 XLA_FFI_Error* JggMoeSomeTokens(XLA_FFI_CallFrame* call_frame) { return kSomeTokens(call_frame); }
 
-// ---- weights of 16 bits
-// --------------------------------------------------------------------------
+// ---- weights of 16 bits ----
 
 namespace {
 

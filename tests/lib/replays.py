@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import oracle
 from handler_watch import CALLS, Watch
+
+import jax_groupgemm as jgg
 
 # XLA captures as many thunks as this or more. Tuning, which may choose another kernel in every
 # compilation, is off.
@@ -52,3 +55,30 @@ def assert_replayed(runs: Sequence[tuple[int, bool]], name: str = "") -> None:
     assert all(right), (name, runs)
     assert handlers[0] > 0, (name, runs)
     assert 0 in handlers[SETTLED:], (name, runs)
+
+
+def assert_chained(problem, depth: int, options: dict[str, Any]) -> None:
+    """Layers one after the other, which write where the ones before have read, are what each is
+    alone; 50 runs, and other operands at the same place between them."""
+    x, up, down, index, weight = problem
+
+    def one(x, i, index, weight, up, down):
+        y = jgg.moe_mlp(x, up, down, (index + i) % up.shape[0], weight)
+        return (y / jnp.sqrt(jnp.square(y).mean())).astype(x.dtype)
+
+    def layers(x, index, weight, up, down):
+        for i in range(depth):
+            x = one(x, i, index, weight, up, down)
+        return x
+
+    compiled = jax.jit(layers).lower(x, index, weight, up, down).compile(compiler_options=options)
+    sets = [(x, index, weight), (jnp.roll(x, 3, 1), (index + 5) % up.shape[0], weight[:, ::-1])]
+    want = x
+    for i in range(depth):
+        want = jax.jit(one)(want, i, index, weight, up, down)
+    firsts = [compiled(*given, up, down) for given in sets]
+    assert oracle.error(firsts[0], oracle.f64(want)) < 3e-2
+    held = jax.tree.map(jnp.copy, sets[0])
+    for i in range(50):
+        held = refill(held, sets[i % 2])
+        assert same_bits(compiled(*held, up, down), firsts[i % 2])

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from device_runs import run
-from replays import CAPTURED, EAGER, refill, same_bits
+from replays import CAPTURED, EAGER, assert_chained, same_bits
 
 import jax_groupgemm as jgg
 
@@ -121,25 +121,4 @@ def test_replayed(rng):
 @pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_the_second_kernel_begins_early(rng, tokens, options):
-    """Layers one after the other, which write where the ones before have read; 50 runs, and other
-    operands at the same place between them."""
-    x, up, down, index, weight = problem(rng, "bfloat16", tokens, 8)
-
-    def layers(x, index, weight, *weights):
-        for i in range(4):
-            y = jgg.moe_mlp(x, *weights, (index + i) % E, weight)
-            x = (y / jnp.sqrt(jnp.square(y).mean())).astype(x.dtype)
-        return x
-
-    compiled = jax.jit(layers).lower(x, index, weight, up, down).compile(compiler_options=options)
-    sets = [(x, index, weight), (jnp.roll(x, 3, 1), (index + 5) % E, weight[:, ::-1])]
-    want = x
-    for i in range(4):  # each layer alone
-        y = jax.jit(jgg.moe_mlp)(want, up, down, (index + i) % E, weight)
-        want = (y / jnp.sqrt(jnp.square(y).mean())).astype(x.dtype)
-    firsts = [compiled(*given, up, down) for given in sets]
-    assert oracle.error(firsts[0], oracle.f64(want)) < 3e-2
-    held = jax.tree.map(jnp.copy, sets[0])
-    for i in range(50):
-        held = refill(held, sets[i % 2])
-        assert same_bits(compiled(*held, up, down), firsts[i % 2])
+    assert_chained(problem(rng, "bfloat16", tokens, 8), 4, options)

@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kLoraWgradThreads)
   lora.begins[pair] = first;
 }
 
-// Of each of a quad's four lanes a word of four pieces of 16 bytes: piece q for lane q.
+// Exchanges words in a quad. Each of its four lanes has one word of each of four pieces of 16
+// bytes. Lane q gets piece q.
 __device__ inline uint4 PieceOfQuad(const uint32_t (&words)[4], int lane) {
   const bool odd = lane & 1, high = lane & 2;
   uint32_t a[4];
@@ -139,7 +140,8 @@ struct LoraWgradProduct {
   }
 
   __device__ void Multiply(Step& step) {
-    // Of matrix l / 8 lane l names a line: of rows 0 to 7, and 8 to 15, of two pieces.
+    // Lane l names line l % 8 of matrix l / 8. Matrices are rows 0 to 7, then 8 to 15, of a piece,
+    // and the same of the next piece.
     const int line = lane / 8 % 2 * 8 + lane % 8, second = lane / 16;
     uint32_t narrow[kPieces < 2 ? 2 : kPieces][2] = {};
 #pragma unroll

@@ -13,7 +13,7 @@ namespace jgg::device {
 
 constexpr int kSomeThreads = 256, kSomeWarps = kSomeThreads / 32;
 
-// Of a pair: orders pairs by expert, then as they come. kNoKey: of none.
+// A pair's key orders pairs by expert, then as they come. kNoKey is the key of no pair.
 constexpr uint32_t kKeysOfExpert = rules::kMostSomePairs, kNoKey = ~0u;
 
 // How many keys accept(key) holds for, in all lanes. Keys fill whole 128.

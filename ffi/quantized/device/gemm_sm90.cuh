@@ -388,7 +388,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
         if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums[0]);
       }
       // Tiles of fewer rows than a chunk have no options.
-      if constexpr (Config::kRows % 32 == 0 || Config::kRows == 16) {
+      if constexpr (Config::kRows % Config::kChunkL == 0) {
         epilogue.Store(work, 64 * group, sums[0]);
       }
     } else if constexpr (Config::kHalves) {

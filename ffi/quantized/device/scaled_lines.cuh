@@ -1,7 +1,7 @@
 // Sums over k of few rows and an affine weight as it is stored, in float32: codes are multiplied as
 // whole numbers, which bfloat16 holds, and scales multiply sums of the 32 k that share one.
 //
-// Of every 128 k thread j of a quad has the codes from 32 * j on, so one mma.sync adds up k of four
+// Thread j of a quad has 32 codes of every 128 k, from 32 * j on. One mma.sync adds up k of four
 // threads, whose scales differ. So a row of x is four columns of the instruction, one for each
 // thread's k, with zeros elsewhere. Columns 2 * j and 2 * j + 1, whose sums thread j has, are two
 // rows of its own k. Plain C++ on the host, too (tests/lib/scaled_lines.cc).

@@ -104,7 +104,7 @@ struct LineCodes<Mode::kNvfp4, 4> : LineCodesBase<Mode::kNvfp4, 4> {
   }
 
  private:
-  // What is added to what the bits of scales stand for: -0, or NaN where all are set.
+  // A number to add to a scale: NaN where all bits of the scale are set, else -0.
   __device__ static uint32_t ZerosOrNaN(uint32_t magnitudes) {
     return ((magnitudes + 0x10001) >> 1 & 0x400040) * 511 + 0x80008000;
   }
