@@ -35,14 +35,15 @@ def weight(rng, n, k, block, groups=8):
 @pytest.mark.parametrize(("n", "k"), [(384, 1152), (100, 912), (6, 16)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(rng, dtype, n, k, block, sizes):
-    """N and K that tiles do not divide, blocks of any rows, plain and gated."""
+    """N and K that tiles do not divide, blocks of any rows, plain and gated. Of float32 rows the
+    activation is a step of its own, behind the one product of both."""
     sizes = np.array(SIZES[sizes])
     q, x = weight(rng, n, k, block), oracle.random(rng, (sizes.sum() + 3, k), dtype)
     f = lambda x, q, **more: jgg.grouped_qmm(
         x, q, jnp.asarray(sizes), preferred_element_type="float32", **more
     )
     (out, gated), kernels = run(jax.jit(lambda x, q: (f(x, q), f(x, q, activation="swiglu"))), x, q)
-    assert sum(LINEAR in name for name in kernels) == 2, kernels
+    assert sum(LINEAR in name for name in kernels) == (1 if dtype == "float32" else 2), kernels
     if block is None:
         q = dataclasses.replace(q, scales=q.scales[:, None, None], block=(n, k), group_size=k)
     want = oracle.grouped_qmm(x[:-3], q, sizes)
@@ -108,12 +109,12 @@ def test_nan_stays_in_its_column(rng, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_who_runs(rng, dtype):
-    """A product of many rows packs the weight."""
+    """A product of many 16-bit rows packs the weight."""
     q = weight(rng, 256, 512, (128, 128), groups=2)
     x = oracle.random(rng, (5000, 512), dtype)
     f = lambda x, q, t=True: jgg.grouped_qmm(x, q, jnp.array([2500, 2500]), transpose_w=t)
     many, kernels = run(jax.jit(f), x, q)
-    assert sum(PACKED in name for name in kernels) == 1
+    assert sum((LINEAR if dtype == "float32" else PACKED) in name for name in kernels) == 1
     oracle.assert_close(many, oracle.grouped_qmm(x, q, [2500, 2500]))
     few = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, jnp.array([2, 2])))
     _, kernels = run(few, x[:4], q)
