@@ -1,5 +1,5 @@
-// Lines of quantized weights on one thread: as float32 numbers, and times a few rows. Compiled once
-// per instruction set, as gemm.h.
+// Lines of weights, quantized or not, on one thread: as float32 numbers, and times a few rows.
+// Compiled once per instruction set, as gemm.h.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@ namespace jgg::cpu {
 struct Lines {
   Mode mode;
   int bits;
+  bool array;         // codes are numbers of scale_dtype, without scales
   DType scale_dtype;  // of scales and biases that are floats
   DType rounds;       // what values are rounded to; kF32: they are not
   int64_t elements, line_bytes;
@@ -34,10 +35,11 @@ struct FewRows {
   const float* data;
   int64_t stride, count;
 };
-constexpr int64_t kMostFewRows = 32, kMostAddRows = 16;
+constexpr int64_t kMostFewRows = 32, kMostAddRows = 16, kMostArrayAddRows = 8;
 
 struct LineKernels {
-  // Up to so many rows `multiply` is faster than Gemm, as `add` is up to kMostAddRows.
+  // Up to so many rows `multiply` is faster than Gemm, as `add` is up to kMostAddRows, or of arrays
+  // up to kMostArrayAddRows.
   int64_t few_rows;
   // A Source's function, of which `context` is Lines.
   using Read = decltype(Source::read);

@@ -1,9 +1,10 @@
-// How one row of x meets lines of quantized weights, in vectors of one instruction set: as
+// How one row of x meets lines of weights, in vectors of one instruction set: as
 // vectors.h, all of it is the including file's own.
 #pragma once
 
 #include <stdint.h>
 
+#include "cpu/array_lines.h"
 #include "cpu/decoding.h"
 
 namespace jgg::cpu {
@@ -305,6 +306,19 @@ constexpr Decoders DecodersFor() {
           InnerOrder<kBits>};
 }
 
+int SamePlace(int lane) { return lane; }
+
+template <DType kDType>
+constexpr Decoders ArrayDecoders() {
+  return {ReadArray<kDType>,
+          MultiplyArrayLine<kDType>,
+          AddArrayLine<kDType>,
+          MultiplyArrayLines<kDType>,
+          AddArrayLines<kDType>,
+          nullptr,
+          SamePlace};
+}
+
 template <typename Format, DType kRounds>
 Decoders DecodersOf(const Lines& lines) {
   if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
@@ -315,6 +329,13 @@ Decoders DecodersOf(const Lines& lines) {
 
 // Values that x's dtype holds anyway are not rounded.
 Decoders DecodersOf(const Lines& lines) {
+  if (lines.array) {
+    switch (lines.scale_dtype) {
+      case DType::kF32: return ArrayDecoders<DType::kF32>();
+      case DType::kBF16: return ArrayDecoders<DType::kBF16>();
+      case DType::kF16: return ArrayDecoders<DType::kF16>();
+    }
+  }
   return Formats::Dispatch(lines.mode, lines.bits, [&](auto format) {
     using Format = decltype(format);
     constexpr bool kAffine = Format::kScale == ScaleType::kScaleAndBias;

@@ -1,9 +1,7 @@
 // CPU handler of mm: out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]; T (rows) is grouped.
 // Rows of x may come by list.
 
-#include <vector>
-
-#include "cpu/grouped.h"
+#include "cpu/few_rows.h"
 #include "cpu/pages.h"
 #include "grouped_mm/lists_bind.h"
 #include "grouped_mm/mm_bind.h"
@@ -12,6 +10,18 @@
 namespace jgg {
 namespace ffi = xla::ffi;
 namespace {
+
+// w as (G, N, K), whose lines run along K, or as (G, K, N), along N.
+cpu::Lines LinesOf(const MmArgs& args, bool along_k) {
+  cpu::Lines lines{};
+  lines.array = true;
+  lines.scale_dtype = args.dtype;
+  lines.lines = along_k ? args.n : args.k;
+  lines.elements = along_k ? args.k : args.n;
+  lines.line_bytes = lines.elements * Size(args.dtype);
+  lines.codes = static_cast<const uint8_t*>(args.w);
+  return lines;
+}
 
 ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                  ffi::BufferR2<ffi::S32> segments, ffi::RemainingArgs rest,
@@ -32,15 +42,9 @@ ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
     return cpu::At(args.w, weight * args.strides.w_group + column * args.strides.w_n,
                    args.strides.w_k, args.strides.w_n, args.dtype);
   };
-  const cpu::Grouped grouped(args, w_at);
-  std::vector<cpu::Part> parts;
-  if (args.in_order && cpu::CutInOrder(args, &parts)) {
-    const int64_t tasks = grouped.Tasks();
-    cpu::ParallelFor(pool, static_cast<int64_t>(parts.size()) * tasks,
-                     [&](int64_t i) { grouped.RunPart(parts[i / tasks], i % tasks); });
-  } else {
-    grouped.RunOverlapping(pool);
-  }
+  // Few rows have no kernel for columns of x or of the result.
+  const bool by_rows = args.strides.x_k == 1 && args.strides.out_n == 1;
+  cpu::RunByLines(pool, args, w_at, LinesOf(args, attrs.transpose_w), attrs.transpose_w, by_rows);
   return ffi::Error::Success();
 }
 
