@@ -89,16 +89,12 @@ def measured(x, *, seed=None, ages=None, history: int = 1, element: str = "e4m3"
     return convert.made(codes, scales, block=None), ranges
 
 
-def quantized_rows(x, row_index, group_sizes, *, seed=None, ages=None, history: int = 1,
-                   element: str = "e4m3") -> Quantized:  # fmt: skip
-    """``x[row_index]`` with the scale of x, as weight gradients contract it; rows are zeros where
-    the index is negative."""
-    x = lax.stop_gradient(x)
-    scale = scale_of(lambda wanted: cast.largest(x, None, wanted), ages, history, element)
-    given = {"group_sizes": group_sizes, "row_index": row_index, "seed": seed}
-    (codes,) = cast.codes(x, scale, axes=(-2,), element=element, **given)
+def listed_lines(q: Quantized, row_index, group_sizes) -> Quantized:
+    """``q[row_index]`` as weight gradients contract it; rows are zeros where the index is
+    negative."""
+    (lines,) = cast.reordered(q.weight, group_sizes, row_index, (-2,))
     positions = padding.padding(group_sizes, row_index.shape[0], blocks.GROUPED).positions
-    return convert.made(codes, scale, positions, block=None, axis=-2)
+    return convert.made(lines, q.scales, positions, block=None, axis=-2)
 
 
 def scale_of(largest, ages, history: int, element: str):

@@ -185,7 +185,8 @@ def test_layer(name, transpose_w):
 
     index = array(tokens, k, dtype="int32")
     operands = of(tokens, d), up, down, index, array(tokens, k), of(tokens, d), states
-    found = calls(cuda_text(step, *operands))
+    text = cuda_text(step, *operands)
+    found = calls(text)
     count = Counter(name for name, *_ in found)
     assert count["fp8_activation_cast"] == count["fp8_activation_cast_backward"] == 2
     assert count["fp8_grouped_mm"] == 4
@@ -196,3 +197,16 @@ def test_layer(name, transpose_w):
     assert results.count(f"{tokens * k}x{f}xbf16") == 1
     dispatched = [of for name, _, results, _ in found if name == "moe_dispatch" for of in results]
     assert all("f8" in of or "ui8" in of for of in dispatched)
+    # Weight gradients transpose the codes of tokens by list, those of x and of the cotangent. No
+    # program of XLA gathers rows in their place: none has D columns.
+    listed = [
+        (operands, how) for name, operands, *_, how in found
+        if name == "fp8_cast" and operands[3] == f"{tokens * k}xi32"
+    ]  # fmt: skip
+    format = "5M2" if name == "e5m2" else "4M3FN"
+    rows = sorted(operands[0] for operands, _ in listed)
+    assert rows == [f"1x{tokens}x{d}xf8E4M3FN", f"1x{tokens}x{d}xf8E{format}"]
+    assert all("along_columns = false, along_rows = true" in how for _, how in listed)
+    gathered = re.findall(r"stablehlo.gather.* -> tensor<([^>]*)>", text)
+    assert gathered
+    assert not [shape for shape in gathered if f"x{d}x" in shape]
