@@ -11,6 +11,11 @@
 #undef __shared__
 #define __shared__ static
 #include "fp8/device/cast_activation.cuh"
+#undef __shared__
+#define __shared__
+#include "fp8/device/cast_activation_backward.cuh"
+#undef __shared__
+#define __shared__ static
 
 namespace jgg::fp8::device {
 uint4 memory[1 << 13];
