@@ -41,14 +41,12 @@ inline cudaError_t MakeCastParams(cudaStream_t stream, const Fp8CastSm80& args, 
 template <DType kOf, Element kElement>
 cudaError_t LaunchCastOwn(cudaStream_t stream, const Fp8CastSm80& args, CastParams cast) {
   const int64_t blocks = args.blocks(), all = blocks * args.matrices;
-  auto* words = static_cast<uint32_t*>(args.workspace);
-  CastOwnParams own{cast, args.own_scales, words};
-  own.said = reinterpret_cast<int32_t*>(words + args.matrices);
-  own.begun = own.said + args.matrices;
+  CastOwnParams own{};
+  own.cast = cast;
+  own.scales = args.own_scales;
+  own.said = static_cast<uint64_t*>(args.workspace);
+  own.begun = reinterpret_cast<int32_t*>(own.said + all);
   own.blocks = static_cast<uint32_t>(blocks);
-  if (cudaError_t error = cudaMemsetAsync(words, 0, 4 * args.workspace_words(), stream)) {
-    return error;
-  }
   static KnownBlocks known;
   int fit = 0;
   const auto kernel = CastOwnKernel<kOf, kElement>;
@@ -56,9 +54,16 @@ cudaError_t LaunchCastOwn(cudaStream_t stream, const Fp8CastSm80& args, CastPara
           BlocksThatFit(reinterpret_cast<const void*>(kernel), kSquareThreads, 0, known, &fit)) {
     return error;
   }
-  if (2 * blocks <= fit && all <= INT32_MAX) {
-    return LaunchQuantize(stream, own, kernel, all, 1, kSquareThreads);
+  const int64_t limit = INT32_MAX - fit;
+  const bool one_read = 2 * blocks <= fit && all <= limit;
+  const int64_t bytes = one_read ? 8 * all + 4 : 8 * args.matrices;
+  if (cudaError_t error = cudaMemsetAsync(args.workspace, 0, bytes, stream)) return error;
+  if (one_read) {
+    const int64_t grid = std::min<int64_t>(fit, all);
+    return LaunchQuantize(stream, own, kernel, grid, 1, kSquareThreads);
   }
+  own.found = static_cast<uint32_t*>(args.workspace);
+  own.counted = reinterpret_cast<int32_t*>(own.found + args.matrices);
   // As many thread blocks as run at a time, or fewer where each has little to read.
   const int64_t most = int64_t{8} * Processors() / std::min<int64_t>(args.matrices, 65535);
   const int64_t parts =

@@ -36,7 +36,7 @@ struct Fp8CastSm80 {
   int64_t tiles() const { return ((turned != nullptr ? along : rows) + 127) / 128; }
   int64_t blocks() const { return tiles() * ((columns + 127) / 128); }
   int64_t workspace_words() const {
-    if (own_scales != nullptr) return 2 * matrices + 1;
+    if (own_scales != nullptr) return 2 * matrices * blocks() + 1;
     return sizes == nullptr ? 0 : Fp8GroupsWords(groups, turned != nullptr ? tiles() : 0);
   }
 };

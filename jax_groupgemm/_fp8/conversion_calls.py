@@ -106,10 +106,11 @@ def cast_own(x, *, axes, element):
     matrices, dtype = math.prod(lead), blocks.ELEMENTS[element].dtype
     shapes = {-1: (rows, columns), -2: (columns, rows)}
     stored_axes = sorted(axes, reverse=True)
+    tiles = -(-rows // 128) * -(-columns // 128)
     results = [
         *(jax.ShapeDtypeStruct((matrices, *shapes[a]), dtype) for a in stored_axes),
         jax.ShapeDtypeStruct((matrices,), jnp.float32),
-        jax.ShapeDtypeStruct((2 * matrices + 1,), jnp.int32),
+        jax.ShapeDtypeStruct((2 * matrices * tiles + 1,), jnp.int32),
     ]
     no_scales = jnp.zeros((0,), jnp.float32)
     operands = x.reshape(matrices, rows, columns), no_scales, _none(), _none(), _none()

@@ -101,7 +101,7 @@ def test_matrices_with_scales_of_their_own(dtype):
     assert call[0] == "fp8_cast"
     assert call[1] == [f"{G}x160x{K}x{dtype.replace('loat', '')}", "0xf32", *["0xi32"] * 3]
     codes = [f"{G}x160x{K}xf8E4M3FN", f"{G}x{K}x160xf8E4M3FN"]
-    assert call[2] == [*codes, f"{G}xf32", f"{2 * G + 1}xi32"]
+    assert call[2] == [*codes, f"{G}xf32", f"{2 * G * 4 + 1}xi32"]
     assert not calls(cuda_text(tensors.quantized_both, array(G, 160, 36, dtype=dtype)))
 
 

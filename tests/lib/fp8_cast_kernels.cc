@@ -97,22 +97,29 @@ void Cast(const Operands& o) {
   });
 }
 
-// All thread blocks at once, or two for each matrix that find scales alone.
+// As many thread blocks at once as threads of the host, which may be fewer than tiles; or two for
+// each matrix that find scales alone.
 template <DType kOf>
 void CastOwnOf(const Operands& o, bool scales_alone) {
   Groups groups(o);
+  CastOwnParams own{};
+  own.cast = ParamsOf(o, groups);
+  own.scales = static_cast<float*>(o.largest);
+  own.blocks = BlocksOf(o);
+  std::vector<uint64_t> said(own.blocks * o.matrices);
+  std::vector<int32_t> begun(1), counted(o.matrices);
   std::vector<uint32_t> found(o.matrices);
-  std::vector<int32_t> said(o.matrices), begun(1);
-  CastOwnParams own{ParamsOf(o, groups), static_cast<float*>(o.largest),
-                    found.data(),        said.data(),
-                    begun.data(),        BlocksOf(o)};
+  own.said = said.data();
+  own.begun = begun.data();
+  own.found = found.data();
+  own.counted = counted.data();
   if (scales_alone) {
     return RunBlocks({2, static_cast<unsigned>(CeilDiv(o.matrices, 2))}, kLargestThreads, [&] {
       o.e5m2 ? LargestOwnKernel<kOf, Element::kE5M2>(own)
              : LargestOwnKernel<kOf, Element::kE4M3>(own);
     });
   }
-  const auto blocks = static_cast<unsigned>(own.blocks * o.matrices);
+  const unsigned blocks = max(own.blocks, min(own.blocks * static_cast<unsigned>(o.matrices), 5u));
   std::vector<CastOwnShared> shared(blocks);
   RunCluster(blocks, {0, 0}, 0, kSquareThreads / 32, [&] {
     CastOwnShared& of_block = shared[blockIdx.x];
