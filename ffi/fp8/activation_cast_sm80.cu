@@ -1,7 +1,9 @@
 #include "fp8/activation_cast_sm80.h"
 
+#include "common/blocks_that_fit.h"
 #include "common/dispatch.h"
-#include "fp8/device/cast_activation.cuh"
+#include "common/processors.h"
+#include "fp8/device/cast_activation_backward.cuh"
 #include "fp8/dispatch_gated.h"
 #include "fp8/launch_sm80.cuh"
 
@@ -70,9 +72,12 @@ cudaError_t LaunchFp8ActivationCastBackwardSm80(cudaStream_t stream,
   return DispatchGated(args.of.activation, [&](auto of) {
     return DispatchBool(args.e5m2, [&](auto e5m2) {
       constexpr Element kElement = e5m2.value ? Element::kE5M2 : Element::kE4M3;
-      return LaunchQuantize(stream, p,
-                            ActivationCastKernel<DType::kBF16, decltype(of)::kActivation, kElement>,
-                            args.parts, 1, kActivationThreads);
+      const auto kernel = ActivationCastKernel<DType::kBF16, decltype(of)::kActivation, kElement>;
+      constexpr int kBytes = sizeof(ActivationCastShared);
+      static_assert(kBytes <= kLeastSharedMemory);
+      if (cudaError_t error = AllowBytes(kernel, kBytes)) return error;
+      kernel<<<static_cast<unsigned>(args.parts), kActivationThreads, kBytes, stream>>>(p);
+      return cudaGetLastError();
     });
   });
 }

@@ -2,9 +2,9 @@
 
 Its kernels, ``FP8TensorKernels``, find a scale in one pass and cast in another; with delayed
 scaling the first pass ends at once. Tokens are cast before they are copied to their rows, as bytes,
-and for weight gradients by list. The activation and its backward pass are made in both passes,
-which read h and d and store no array of them. An activation times its rows' weights, which weight
-gradients contract, has the delayed scale of the activation.
+and before weight gradients transpose them by list. The activation and its backward pass are made in
+both passes, which read h and d and store no array of them. An activation times its rows' weights,
+which weight gradients contract, has the delayed scale of the activation.
 """
 
 from __future__ import annotations
@@ -120,6 +120,14 @@ class Codes(NamedTuple):
     seen: tuple[Any, Any]
 
 
+class Contracted(NamedTuple):
+    """What down's weight gradients contract: the activation, along rows, and the cotangents of
+    tokens."""
+
+    activation: Quantized
+    ct: Quantized
+
+
 @dataclasses.dataclass(frozen=True)
 class FP8TensorKernels(CodesOfKernels, FP8Tensor):
     def up(self, x, up, routing, key, keeps):
@@ -152,16 +160,16 @@ class FP8TensorKernels(CodesOfKernels, FP8Tensor):
             h, d, row_weight, routing.group_sizes, self.activation, seed=seed_of_key(up_keys[0]),
             ages=(states.ages("up", "dy"), states.ages("down", "x")), **same,
         )  # fmt: skip
-        return Codes(by_rows, along_rows, (of_dh, of_ct)), a, sums
+        return Codes(by_rows, along_rows, (of_dh, of_ct)), Contracted(a, codes), sums
 
     def weight_cotangent(self, linear, tokens, rows, routing, key, *, first):
-        operand = ("up", "x") if first else ("down", "dy")
-        of_tokens = tensors.quantized_rows(
-            tokens, tokens_of_rows(routing), routing.group_sizes,
-            element="e4m3" if first else self.recipe.gradient_format,
-            seed=None if first else seed_of_key(key), ages=linear.state.ages(*operand),
-            history=self.recipe.history,
-        )  # fmt: skip
+        if first:
+            # The forward pass made them, too: in one program XLA makes them once.
+            ages, history = linear.state.ages("up", "x"), self.recipe.history
+            codes, _ = tensors.measured(tokens, ages=ages, history=history)
+        else:
+            rows, codes = rows
+        of_tokens = tensors.listed_lines(codes, tokens_of_rows(routing), routing.group_sizes)
         dy, x = (rows.along_rows, of_tokens) if first else (of_tokens, rows)
         pair = (x, dy) if self.transpose_w else (dy, x)
         how = accumulates(self.recipe)[2]

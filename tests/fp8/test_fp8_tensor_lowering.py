@@ -94,6 +94,17 @@ def test_lines_come_of_one_read():
     assert cast[2][:3] == [f"1x{T}x{K}xf8E4M3FN", f"1x{K}x{P}xf8E4M3FN", f"1x{tiles}x2xui32"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_matrices_with_scales_of_their_own(dtype):
+    """One call makes scales and codes both ways. There is none of 36 columns."""
+    (call,) = calls(cuda_text(tensors.quantized_both, array(G, 160, K, dtype=dtype)))
+    assert call[0] == "fp8_cast"
+    assert call[1] == [f"{G}x160x{K}x{dtype.replace('loat', '')}", "0xf32", *["0xi32"] * 3]
+    codes = [f"{G}x160x{K}xf8E4M3FN", f"{G}x{K}x160xf8E4M3FN"]
+    assert call[2] == [*codes, f"{G}xf32", f"{2 * G * 4 + 1}xi32"]
+    assert not calls(cuda_text(tensors.quantized_both, array(G, 160, 36, dtype=dtype)))
+
+
 @pytest.mark.parametrize("accumulate", ["fast", "exact"])
 @pytest.mark.parametrize(("element", "of"), [("e4m3fn", "E4M3FN"), ("e5m2", "E5M2")])
 def test_products(accumulate, element, of):
@@ -140,7 +151,8 @@ def test_float16_results_and_names():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_linear(name):
-    """x, dy and w are read once for their scales and once for both orders of their codes."""
+    """x and dy are read once for their scales and once for both orders of their codes, and w once
+    for all of that."""
     recipe = RECIPES[name]
     state = jax.eval_shape(jgg.FP8State.new) if name == "delayed" else None
 
@@ -155,11 +167,12 @@ def test_linear(name):
     of = functools.partial(array, dtype="bfloat16")
     found = calls(cuda_text(step, of(T, K), of(G, N, K), SIZES, of(T, N), state))
     assert Counter(name for name, *_ in found) == {
-        "fp8_cast": 6, "fp8_grouped_mm": 2, "fp8_grouped_wgrad": 1
+        "fp8_cast": 5, "fp8_grouped_mm": 2, "fp8_grouped_wgrad": 1
     }  # fmt: skip
     casts = [(operands, results, how) for name, operands, results, how in found if "cast" in name]
     both = [how for _, _, how in casts if "along_columns = true, along_rows = true" in how]
     assert len(both) == 3
+    assert sum("own = true" in how for how in both) == 1
     assert sum("largest = true" in how for how in both) == (2 if name == "delayed" else 0)
     fast = ["fast = true" in how for name, *_, how in found if "fast" in how]
     assert fast == ([True, False, False] if name == "tensor" else [True] * 3)
@@ -185,7 +198,8 @@ def test_layer(name, transpose_w):
 
     index = array(tokens, k, dtype="int32")
     operands = of(tokens, d), up, down, index, array(tokens, k), of(tokens, d), states
-    found = calls(cuda_text(step, *operands))
+    text = cuda_text(step, *operands)
+    found = calls(text)
     count = Counter(name for name, *_ in found)
     assert count["fp8_activation_cast"] == count["fp8_activation_cast_backward"] == 2
     assert count["fp8_grouped_mm"] == 4
@@ -196,3 +210,16 @@ def test_layer(name, transpose_w):
     assert results.count(f"{tokens * k}x{f}xbf16") == 1
     dispatched = [of for name, _, results, _ in found if name == "moe_dispatch" for of in results]
     assert all("f8" in of or "ui8" in of for of in dispatched)
+    # Weight gradients transpose the codes of tokens by list, those of x and of the cotangent. No
+    # program of XLA gathers rows in their place: none has D columns.
+    listed = [
+        (operands, how) for name, operands, *_, how in found
+        if name == "fp8_cast" and operands[3] == f"{tokens * k}xi32"
+    ]  # fmt: skip
+    format = "5M2" if name == "e5m2" else "4M3FN"
+    rows = sorted(operands[0] for operands, _ in listed)
+    assert rows == [f"1x{tokens}x{d}xf8E4M3FN", f"1x{tokens}x{d}xf8E{format}"]
+    assert all("along_columns = false, along_rows = true" in how for _, how in listed)
+    gathered = re.findall(r"stablehlo.gather.* -> tensor<([^>]*)>", text)
+    assert gathered
+    assert not [shape for shape in gathered if f"x{d}x" in shape]

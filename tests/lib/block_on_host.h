@@ -30,6 +30,8 @@ void RunTogether(unsigned count, Function function) {
   for (auto& thread : threads) thread.join();
 }
 
+inline void LetOthersRun() { std::this_thread::yield(); }
+
 #else
 
 #include <setjmp.h>

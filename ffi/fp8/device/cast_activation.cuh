@@ -1,6 +1,7 @@
 // Gated activations with a known scale, as device/cast.cuh has matrices: codes of activation(h),
-// and those of its backward pass; or the largest magnitudes alone, where no scale is known yet. h
-// (R, 2F) has the gate in its first half, and R is grouped.
+// or the largest magnitudes alone, where no scale is known yet; and the largest of its backward
+// pass, whose codes cast_activation_backward.cuh makes. h (R, 2F) has the gate in its first half,
+// and R is grouped.
 #pragma once
 
 #include "fp8/device/activation.cuh"
@@ -76,15 +77,6 @@ struct ActivationCastParams {
   uint2* largest;  // (gridDim.x, 2), of both
 };
 
-// Codes of a tile, transposed, to lines from `to` on. All threads put theirs, and then write.
-__device__ inline void WriteTurned(TurnedBlock& turned, const ActivationPlace& at, int eight,
-                                   const uint2 (&codes)[8], uint8_t* to, int64_t along) {
-  turned.Put(at.lane, eight, codes);
-  __syncthreads();
-  turned.Write(to, along, kBlock, kBlock);
-  __syncthreads();
-}
-
 // The largest magnitudes of row_scale * dh and of row_scale * activation(h) alone. A thread has
 // eight neighbouring elements, and as many more as are behind those of all thread blocks. There are
 // fewer than 2^32 / 8.
@@ -125,81 +117,6 @@ __global__ void __launch_bounds__(kLargestThreads, 4)
   }
   of_dh.Share<kLargestThreads>(shared[0]);
   of_activated.Share<kLargestThreads>(shared[1]);
-  if (threadIdx.x == 0) {
-    p.largest[2 * blockIdx.x] = make_uint2(of_dh.all, of_dh.finite);
-    p.largest[2 * blockIdx.x + 1] = make_uint2(of_activated.all, of_activated.finite);
-  }
-}
-
-// Thread blocks have tiles of 128 padded rows and 128 columns of F, which is a multiple of 128. A
-// thread has eight rows of eight columns.
-template <DType kOf, Activation kActivation, Element kElement>
-__global__ void __launch_bounds__(kActivationThreads, 2)
-    ActivationCastKernel(const __grid_constant__ ActivationCastParams p) {
-  enum Part { kGate, kUp, kActivated, kParts };
-  __shared__ TurnedBlock turned;
-  __shared__ uint2 shared[2][kActivationThreads / 32];
-  ActivationParams of{};
-  of.columns = p.columns;
-  of.groups = p.groups;
-  const ActivationPlace at(of);
-  if (at.rows.count <= 0) {  // of no group: nobody reads its codes
-    if (threadIdx.x < 2) p.largest[2 * blockIdx.x + threadIdx.x] = make_uint2(0, 0);
-    return;
-  }
-  const int eight = at.row / 8, odd = at.lane % 2;
-  LargestPair of_dh, of_activated;
-  const auto pitch = static_cast<uint32_t>(p.columns) * kElementBytes<kOf>;
-  const uint32_t column = at.column() * kElementBytes<kOf>;
-  const uint8_t* gate = RowOf(p.h + column, 2 * pitch, at.line(0));
-  const uint8_t* d = RowOf(p.d + column, pitch, at.line(0));
-  const SplitReciprocal by_dh = MakeSplitReciprocal(__ldg(p.known));
-  const SplitReciprocal by_activated = MakeSplitReciprocal(__ldg(p.known + 1));
-  const int own = at.lane % 8;
-  const float own_scale = at.exists(own) ? __ldg(p.row_scale + at.line(own)) : 0.0f;
-  float own_sum = 0.0f;
-  uint2 codes[kParts][8];
-  JGG_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const bool exists = at.exists(i);
-    Eight<kOf> x[kParts];
-    x[kGate] = LoadEight<kOf>(RowOf(gate, 2 * pitch, i), exists);
-    x[kUp] = LoadEight<kOf>(RowOf(gate + pitch, 2 * pitch, i), exists);
-    x[kActivated] = LoadEight<kOf>(RowOf(d, pitch, i), exists);
-    const float scale =
-        __shfl_sync(0xffffffffu, own_scale, static_cast<int>(threadIdx.x % 32 / 16 * 16) + i);
-    float sum = DifferentiateEight<kOf, kActivation>(x, scale);
-    of_dh.Add<kOf>(x[kGate], LargestOf<kOf>(x[kGate]));
-    of_dh.Add<kOf>(x[kUp], LargestOf<kOf>(x[kUp]));
-    of_activated.Add<kOf>(x[kActivated], LargestOf<kOf>(x[kActivated]));
-    codes[kGate][i] = CastEight<kElement, kOf>(x[kGate], by_dh);
-    codes[kUp][i] = CastEight<kElement, kOf>(x[kUp], by_dh);
-    codes[kActivated][i] = CastEight<Element::kE4M3, kOf>(x[kActivated], by_activated);
-    JGG_UNROLL
-    for (int mask = 1; mask < 16; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-    if (own == i) own_sum = sum;
-  }
-  if (at.lane < 8 && at.exists(own)) {
-    RowOf(p.sums + at.line(own), static_cast<uint32_t>(p.rows), at.tile)[0] = own_sum;
-  }
-  JGG_UNROLL
-  for (int part = kGate; part <= kUp; ++part) {
-    JGG_UNROLL
-    for (int i = 0; i < 8; i += 2) {
-      const uint4 sixteen = SixteenOfRow(codes[part][i], codes[part][i + 1], odd);
-      const uint32_t first = part * static_cast<uint32_t>(p.columns) + at.column() - 8 * odd;
-      if (!at.exists(i + odd)) continue;
-      *reinterpret_cast<uint4*>(
-          RowOf(p.codes + first, static_cast<uint32_t>(2 * p.columns), at.line(i + odd))) = sixteen;
-    }
-  }
-  const int64_t line = kBlock * at.tile, from = kBlock * at.tile_of_rows;
-  uint8_t* to = p.turned + line * p.along + from;
-  WriteTurned(turned, at, eight, codes[kGate], to, p.along);
-  WriteTurned(turned, at, eight, codes[kUp], to + p.columns * p.along, p.along);
-  WriteTurned(turned, at, eight, codes[kActivated], p.activated + line * p.along + from, p.along);
-  of_dh.Share<kActivationThreads>(shared[0]);
-  of_activated.Share<kActivationThreads>(shared[1]);
   if (threadIdx.x == 0) {
     p.largest[2 * blockIdx.x] = make_uint2(of_dh.all, of_dh.finite);
     p.largest[2 * blockIdx.x + 1] = make_uint2(of_activated.all, of_activated.finite);
