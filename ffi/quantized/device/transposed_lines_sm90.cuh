@@ -119,6 +119,7 @@ struct TransposedLines {
   template <bool kFew>
   static constexpr int kScaleBytes = kFew && kStagesScales ? Staged::kBytes : 0;  // of a slice
   static constexpr bool kHasEpilogue = false;  // few rows: columns are no neighbours
+  static constexpr bool kAsksForSmall = false;  // transposed_packed_sm90.cuh
   static constexpr bool kTakesAdapters = false;
   // Many rows: scales go through shared memory, so many slices ahead. Those of blocks, one for 128
   // lines and more, are in the L1 cache.
@@ -211,6 +212,7 @@ struct TransposedLines {
     };
 
     // Loads a warpgroup's half of slice `s` of a stage.
+    template <ScaleRange>
     __device__ Words Load(const char* codes, const char* scales, int group, int s) {
       Words words;
       uint32_t now[2];
@@ -234,6 +236,7 @@ struct TransposedLines {
     }
 
     // 16 of the columns, from step `first` of four on.
+    template <ScaleRange>
     __device__ void Read(const Words& words, int /*group*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // pair of codes, and line
