@@ -64,23 +64,25 @@ def test_every_code_and_scale(half_tile, rng, mode, way):
         want = np.asarray(jgg.dequantize(q, "float32"), np.float32)
         want = (want / 128 if mode == "nvfp4" else want).astype(np.float16)
     if way == "small":
-        assert small[:3].all() and not small[3:].any()
+        assert small[:3].all()
+        assert not small[3:].any()
         got, want = got[:192], want[:192]
     assert_same(got, want) if mode == "mxfp4" else assert_same(got + ZERO, want + ZERO)
 
 
-@pytest.mark.parametrize("byte", [0, 98, 99, 127, 128, 255])
-def test_small_powers(half_tile, byte):
+def test_small_powers(half_tile):
     """Which bytes of exponents are small: one of a tile decides."""
-    scales = np.full((64, 2), 110, np.uint8)
-    scales[37, 1] = byte
-    codes = pack(jnp.zeros((64, 64), jnp.uint32), 4)
-    q = jgg.Quantized(codes, scales, mode="mxfp4", bits=4, group_size=32)
-    assert decode(half_tile, jgg.prepack(q), "any")[1].item() == (99 <= byte < 128)
+    bytes_ = np.array([0, 98, 99, 127, 128, 255], np.uint8)
+    scales = np.full((64, 6, 2), 110, np.uint8)
+    scales[37, :, 1] = bytes_
+    codes = pack(jnp.zeros((64, 64 * 6), jnp.uint32), 4)
+    q = jgg.Quantized(codes, scales.reshape(64, 12), mode="mxfp4", bits=4, group_size=32)
+    small = decode(half_tile, jgg.prepack(q), "any")[1]
+    np.testing.assert_array_equal(small, [(bytes_ >= 99) & (bytes_ < 128)])
 
 
 @pytest.mark.parametrize(("way", "group_size"), [
-    *((way, group) for way in WAYS[:2] for group in (32, 64, 128)), ("small", 64), ("small", 128),
+    *(("any", group) for group in (32, 64, 128)), ("few rows", 64), ("small", 64), ("small", 128),
 ])  # fmt: skip
 def test_affine_codes_of_2_bits(half_tile, rng, way, group_size):
     """Scales of every size, subnormal ones too, up to 1/2 where they are small."""
@@ -100,9 +102,10 @@ def test_affine_codes_of_2_bits(half_tile, rng, way, group_size):
 
 
 def test_small_scales_of_2_bits(half_tile):
-    for scale, small in ((0.4997, True), (0.5, False), (-0.5, False), (6e-8, True), (np.nan, False)):
-        scales = np.full((64, 1), 0.01, np.float16)
-        scales[5] = scale
-        codes = jnp.zeros((64, 4), jnp.uint32)
-        q = jgg.Quantized(codes, scales, np.zeros_like(scales), mode="affine", bits=2, group_size=64)
-        assert decode(half_tile, jgg.prepack(q), "any")[1].item() == small
+    tried = np.array([0.4997, 0.5, -0.5, 6e-8, np.nan], np.float16)
+    scales = np.full((64, 5), 0.01, np.float16)
+    scales[5] = tried
+    codes = jnp.zeros((64, 4 * 5), jnp.uint32)
+    q = jgg.Quantized(codes, scales, np.zeros_like(scales), mode="affine", bits=2, group_size=64)
+    small = decode(half_tile, jgg.prepack(q), "any")[1]
+    np.testing.assert_array_equal(small, [[True, False, False, True, False]])

@@ -33,7 +33,9 @@ __device__ inline void E2M1HalfPairs(uint32_t codes, uint32_t* pairs) {
   // A rotation: what leaves a word comes in at its other end.
   const uint64_t third = uint64_t{codes & 0x1c081c08} * ((1u << 12) + (1u << 15));
   pairs[2] = (static_cast<uint32_t>(third) | static_cast<uint32_t>(third >> 32)) & kBoth;
-  pairs[3] = ((codes & 0x20302030) * ((1 << 2) + (1 << 5)) & 0x86008600) | (codes >> 3 & 0x08000800);
+  const uint64_t last = uint64_t{codes & 0x60306030} * ((1u << 2) + (1u << 5) + (1u << 29));
+  pairs[3] =
+      (static_cast<uint32_t>(last) & 0x86008600) | (static_cast<uint32_t>(last >> 32) & 0x08000800);
 }
 constexpr uint32_t kMinusZeros = 0x80008000;  // keeps the sign of a product that is 0
 

@@ -110,8 +110,7 @@ struct PackedTiles {
     }
     __device__ bool AllSmall(const char* scales, int slice) const {
       scales = At(scales, slice, threadIdx.x % 128 / 32 * 8 + threadIdx.x % 8);
-      const uint32_t bits =
-          kHalf ? Codes::NotSmallHalfBits(scales) : Codes::NotSmallBits(scales);
+      const uint32_t bits = kHalf ? Codes::NotSmallHalfBits(scales) : Codes::NotSmallBits(scales);
       return __all_sync(~0u, bits == 0);
     }
 

@@ -22,6 +22,7 @@ struct TransposedTiles {
   static constexpr int kCodesAligned = 128;                 // bytes
   static constexpr int kCopiers = 2;          // threads, beside that of x: of codes, and of scales
   static constexpr bool kHasEpilogue = true;  // few rows: a warpgroup's columns are neighbours
+  static constexpr bool kTurns = true;        // few rows: what is decoded has k along a pair
   struct NoPlaces {};
   template <bool kFew>
   using Places = NoPlaces;                      // scales come with a stage

@@ -262,7 +262,11 @@ struct TransposedFewRows {
           for (int i = 0; i < 4; ++i) {
             uint32_t a[4];
             reader.template Read<range.value>(words, group, i, a);
-            const uint32_t turned[4] = {Turned(a[0]), Turned(a[2]), Turned(a[1]), Turned(a[3])};
+            uint32_t turned[4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+              turned[m] = Config::Weights::kTurns ? Turned(a[m % 2 * 2 + m / 2]) : a[m];
+            }
 #pragma unroll
             for (int e = 0; e < kEights; ++e) {
               const int first = kEights == 1 ? s % 2 * 2 : 2 * e;
