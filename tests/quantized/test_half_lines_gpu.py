@@ -77,15 +77,18 @@ def test_values_beside_bytes(rng, mode, n, k, sizes):
     assert not np.asarray(out)[-3:].any()
 
 
+@pytest.mark.parametrize("layout", ["linear", "sm90"])
 @pytest.mark.parametrize("rows", [8, 32, 64, 256])
 @pytest.mark.parametrize("mode", BYTE_SCALES)
-def test_every_scale_and_code(mode, rows):
-    """As ``dequantize`` rounds them. NaN stays in its column."""
+def test_every_scale_and_code(mode, rows, layout):
+    """As ``dequantize`` rounds them, prepacked, too. NaN stays in its column."""
     q = every_scale_and_code(mode, 320)
     many = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (256 // rows, *leaf.shape)), q)
+    many = many if layout == "linear" else jgg.prepack(many)
     f = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, jnp.full(256 // rows, rows)))
     out, kernels = run(f, jnp.eye(256, 320, dtype="float16"), many)
-    assert sum(LINEAR in name for name in kernels) == 1, kernels
+    kernel = LINEAR if layout == "linear" else PACKED
+    assert sum(kernel in name for name in kernels) == 1, kernels
     assert_values(out.T, oracle.dequantize(q, "float16"))
 
 

@@ -55,4 +55,17 @@ JGG_HOST_DEVICE uint32_t SmallScales(uint32_t both, int place) {
   return Multiply2(both, 0x3b800000 | static_cast<uint32_t>(252 - place) << 7);
 }
 
+// In float16 alone is code * 2^place times its smallest, 2^-24, up to bit 10, the last one of the
+// exponent. Codes of 2 bits are at 9 or at 7 there. A scale times 2^17 is a float16 below 1/2.
+// Neither has a least number: products take subnormal ones.
+JGG_HOST_DEVICE uint32_t NotSmallHalf(uint32_t both) {  // not 0 where it is not small
+  return (both & 0x7fff) < 0x3800 ? 0 : 1;
+}
+
+// From one place of a code to the next lower one of these: scales times 2^15 for 9, from `both`,
+// and times 4 more for 7, from those for 9.
+JGG_HOST_DEVICE uint32_t SmallHalfScales(uint32_t both, int place) {
+  return MultiplyAdd2<DType::kF16>(both, place == 9 ? 0x3c007800 : 0x3c004400, 0x80008000);
+}
+
 }  // namespace jgg::device

@@ -176,6 +176,13 @@ JGG_HOST_DEVICE uint32_t PackedHalfPair(const uint32_t (&words)[kBits], int pair
   }
 }
 
+// Codes of 2 bits alone, at 9 or 7 of float16.
+JGG_HOST_DEVICE CodePair PackedHalfAlone(const uint32_t (&words)[2], int pair) {
+  const int at = 2 * (pair % 8), place = at % 4 == 2 ? 9 : 7;
+  const uint32_t word = words[pair / 8];
+  return {(at > place ? word >> (at - place) : word << (place - at)) & (0x30003u << place), place};
+}
+
 // Two pairs in a word: in bits 0 to 6 and 14, and 7 to 13 and 15. A code without its highest bit is
 // 128 too large as above, which is right if that bit is set.
 template <>

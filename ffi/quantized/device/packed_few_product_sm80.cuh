@@ -114,8 +114,8 @@ class PackedFewRows {
         scales.words[j][0] = words[j][0], scales.words[j][1] = words[j][1];
       }
     } else {
-      Codes::template LoadScales<true, ScaleRange::kAny>(reinterpret_cast<const char*>(words[0]),
-                                                         Weights::kTileScales, scales.words);
+      Weights::template LoadScalesOf<true, ScaleRange::kAny>(
+          reinterpret_cast<const char*>(words[0]), Weights::kTileScales, scales.words);
     }
     return scales;
   }
@@ -123,7 +123,7 @@ class PackedFewRows {
   __device__ static void Decode(const uint32_t (&codes)[4], const Scales& scales, int step,
                                 uint32_t* a) {
     if constexpr (Weights::kHalf) {
-      Codes::template DecodeHalf<true>(codes, step, scales.words, a);
+      Codes::template DecodeHalf<true, ScaleRange::kAny>(codes, step, scales.words, a);
     } else {
       Codes::template Decode<true, ScaleRange::kAny>(codes, step, scales.words, a);
     }

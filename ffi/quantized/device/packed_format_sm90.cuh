@@ -23,10 +23,19 @@ __device__ inline void E2M1Pairs(uint32_t codes, uint32_t* pairs) {
   pairs[3] = (codes << 2 & 0x80c080c0) | (codes >> 6 & 0x01000100);
 }
 
-// The same bits where float16 has its sign and the last two bits of its exponent and the first of
-// its mantissa: 2^-14 times the value.
-__device__ inline uint32_t E2M1Halves(uint32_t pair) {
-  return (pair & 0x01c001c0) * 7 + pair;  // 8 times all but the signs
+// e2m1 for float16: the same bits where it has its sign, the last two bits of its exponent and the
+// first of its mantissa (bits 15 and 11-9): 2^-14 times the value. A product by the sum of two
+// powers of two moves a sign and the other bits by as much as each needs. Nothing overlaps.
+__device__ inline void E2M1HalfPairs(uint32_t codes, uint32_t* pairs) {
+  constexpr uint32_t kBoth = 0x8e008e00;
+  pairs[0] = (codes & 0x81c081c0) * (1 + (1 << 3)) & kBoth;
+  pairs[1] = (codes & 0x02070207) * ((1 << 6) + (1 << 9)) & kBoth;
+  // A rotation: what leaves a word comes in at its other end.
+  const uint64_t third = uint64_t{codes & 0x1c081c08} * ((1u << 12) + (1u << 15));
+  pairs[2] = (static_cast<uint32_t>(third) | static_cast<uint32_t>(third >> 32)) & kBoth;
+  const uint64_t last = uint64_t{codes & 0x60306030} * ((1u << 2) + (1u << 5) + (1u << 29));
+  pairs[3] =
+      (static_cast<uint32_t>(last) & 0x86008600) | (static_cast<uint32_t>(last >> 32) & 0x08000800);
 }
 constexpr uint32_t kMinusZeros = 0x80008000;  // keeps the sign of a product that is 0
 
@@ -69,7 +78,7 @@ struct PackedCodesBase {
   static constexpr int kStageScales = 4 * kMostScales.words * 128 / kMostScales.k;
   static constexpr float kFactor = 1, kSmallFactor = 1;  // of sums, and where scales are kSmall
   static constexpr float kHalfFactor = 1;                // ... and where x is float16
-  static constexpr bool kHasSmall = false;
+  static constexpr bool kHasSmall = false, kHasSmallHalves = false;  // and where x is float16
   static constexpr bool kHasBiases = Format::kScale == ScaleType::kScaleAndBias;
   // Few rows: from how many blocks per SM on registers are so few that loads should be late.
   static constexpr int kLoadsLateFrom = 2;
@@ -85,8 +94,11 @@ struct PackedCodesBase {
     return (NotSmall(two.x) | NotSmall(two.y)) & kHighest;
   }
 
+  // The same of float16.
+  __device__ static uint32_t NotSmallHalfBits(const char*) { return 0; }
+
   // The same as Decode in float16: values that bfloat16 holds.
-  template <bool kFewRows, int kWords>
+  template <bool kFewRows, ScaleRange, int kWords>
   __device__ static void DecodeHalf(const uint32_t (&codes)[kBits], int step,
                                     const uint32_t (&scales)[kWords][2], uint32_t* a) {
     PackedCodes<kMode, kBits>::template Decode<kFewRows, ScaleRange::kAny>(codes, step, scales, a);
@@ -99,6 +111,13 @@ struct PackedCodesBase {
   __device__ static void LoadScales(const char* scales, int /*tile_scales*/,
                                     uint32_t (&words)[kMostScaleWords][2]) {
     LoadWords<2>(scales, words[0]);
+  }
+
+  // ... as DecodeHalf does.
+  template <bool kFewRows, ScaleRange kRange>
+  __device__ static void LoadHalfScales(const char* scales, int tile_scales,
+                                        uint32_t (&words)[kMostScaleWords][2]) {
+    PackedCodes<kMode, kBits>::template LoadScales<kFewRows, kRange>(scales, tile_scales, words);
   }
 };
 

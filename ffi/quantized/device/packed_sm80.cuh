@@ -342,7 +342,7 @@ class PackedPipeline {
       scales[j][1] = words.scales[0][1];
     }
     if constexpr (Weights::kHalf) {
-      Codes::template DecodeHalf<false>(codes, step, scales, of.a[i % 2]);
+      Codes::template DecodeHalf<false, ScaleRange::kAny>(codes, step, scales, of.a[i % 2]);
     } else {
       Codes::template Decode<false, ScaleRange::kAny>(codes, step, scales, of.a[i % 2]);
     }
@@ -378,8 +378,8 @@ class PackedPipeline {
     if constexpr (kByHalves) {
       to.scales[0][0] = words[0], to.scales[0][1] = words[1];
     } else {
-      Codes::template LoadScales<false, ScaleRange::kAny>(reinterpret_cast<const char*>(words),
-                                                          Weights::kTileScales, to.scales);
+      Weights::template LoadScalesOf<false, ScaleRange::kAny>(reinterpret_cast<const char*>(words),
+                                                              Weights::kTileScales, to.scales);
     }
   }
 

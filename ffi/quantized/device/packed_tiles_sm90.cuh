@@ -27,13 +27,24 @@ struct PackedTiles {
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;  // scales multiply sums: scaled_rows_sm90.cuh
   static constexpr float kFactor = kHalf ? Codes::kHalfFactor : Codes::kFactor;
-  static constexpr float kSmallFactor = Codes::kSmallFactor;
-  static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
+  static constexpr float kSmallFactor = kHalf ? kFactor : Codes::kSmallFactor;
+  static constexpr bool kHasSmall = kHalf ? Codes::kHasSmallHalves : Codes::kHasSmall;
   static constexpr int kTileCodes = 512 * kBits, kTileScales = Codes::kTileScales;  // bytes
 
   // Bytes of a tile's scales, or of half of two tiles' that share them.
   __device__ static int TileScales(const PackedCodesSm90& packed) {
     return Codes::TileScales(packed);
+  }
+
+  // The scales of two rows, as the decoder for x's type takes them.
+  template <bool kFewRows, ScaleRange kRange, int kWords>
+  __device__ static void LoadScalesOf(const char* scales, int tile_scales,
+                                      uint32_t (&words)[kWords][2]) {
+    if constexpr (kHalf) {
+      Codes::template LoadHalfScales<kFewRows, kRange>(scales, tile_scales, words);
+    } else {
+      Codes::template LoadScales<kFewRows, kRange>(scales, tile_scales, words);
+    }
   }
 
   // Where a weight's tiles of 64 columns lie.
@@ -67,7 +78,7 @@ struct PackedTiles {
       const int thread = 32 * warps + (kOnePlace ? 0 : static_cast<int>(number));
       LoadCodes(codes + tile * kTileCodes, thread, words.codes);
       const uint32_t shared = tile % 2 == 0 ? 0 : max(kTileScales - tile_scales, 0);
-      Codes::template LoadScales<true, ScaleRange::kAny>(
+      LoadScalesOf<true, ScaleRange::kAny>(
           scales + (tile * static_cast<uint32_t>(tile_scales) - shared) + warps * (kTileScales / 4),
           tile_scales, words.scales);
     }
@@ -92,11 +103,15 @@ struct PackedTiles {
       }
     };
 
-    // Whether all scales of the warp's columns are small, in a stage.
+    // Whether all scales of the warp's columns are small, in a stage, of which each lane looks at a
+    // slice.
     __device__ bool AllSmall(const char* scales) const {
-      const int lane = threadIdx.x % 32, pair = threadIdx.x % 128 / 32 * 8 + lane % 8;
-      scales = At(scales, lane / 8 % kStageSlices, pair);
-      return __all_sync(~0u, Codes::NotSmallBits(scales) == 0);
+      return AllSmall(scales, threadIdx.x % 32 / 8 % kStageSlices);
+    }
+    __device__ bool AllSmall(const char* scales, int slice) const {
+      scales = At(scales, slice, threadIdx.x % 128 / 32 * 8 + threadIdx.x % 8);
+      const uint32_t bits = kHalf ? Codes::NotSmallHalfBits(scales) : Codes::NotSmallBits(scales);
+      return __all_sync(~0u, bits == 0);
     }
 
     // From slice `slice` of a stage on.
@@ -105,8 +120,7 @@ struct PackedTiles {
       const int thread = Thread::Get(), pair = thread / 32 * 8 + thread % 32 / 4;
       Words words;
       LoadCodes(codes + slice * kTileCodes, thread, words.codes);
-      Codes::template LoadScales<kFewRows, kRange>(At(scales, slice, pair), tile_scales_,
-                                                   words.scales);
+      LoadScalesOf<kFewRows, kRange>(At(scales, slice, pair), tile_scales_, words.scales);
       return words;
     }
 
@@ -116,7 +130,8 @@ struct PackedTiles {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         if constexpr (kHalf) {
-          Codes::template DecodeHalf<kFewRows>(words.codes, first + i, words.scales, a + 4 * i);
+          Codes::template DecodeHalf<kFewRows, kRange>(words.codes, first + i, words.scales,
+                                                       a + 4 * i);
         } else {
           Codes::template Decode<kFewRows, kRange>(words.codes, first + i, words.scales, a + 4 * i);
         }

@@ -118,7 +118,8 @@ struct TransposedLines {
   static constexpr bool kStagesScales = Codes::kInBlocks || (Codes::kHasBiases && kBits <= 4);
   template <bool kFew>
   static constexpr int kScaleBytes = kFew && kStagesScales ? Staged::kBytes : 0;  // of a slice
-  static constexpr bool kHasEpilogue = false;  // few rows: columns are no neighbours
+  static constexpr bool kHasEpilogue = false;   // few rows: columns are no neighbours
+  static constexpr bool kAsksForSmall = false;  // transposed_packed_sm90.cuh
   static constexpr bool kTakesAdapters = false;
   // Many rows: scales go through shared memory, so many slices ahead. Those of blocks, one for 128
   // lines and more, are in the L1 cache.
@@ -184,13 +185,13 @@ struct TransposedLines {
   // Few rows: as TransposedPacked::Reader, of stages of kSlices. Scales that do not come with a
   // stage it loads some slices ahead. Those of many slices, and biases, would take registers.
   template <int kSlices, int kEights>
-  class Reader {
+  class LineReader {
     static constexpr int kHalfWords = (kBits + 1) / 2;
     static constexpr int kAhead = !Codes::kHasBiases ? kSlices : kEights == 1 ? 2 : 1;
     static_assert(kSlices % kAhead == 0);
 
    public:
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
+    __device__ LineReader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
         : ahead_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32) {
       if constexpr (!kStagesScales) {
 #pragma unroll
@@ -211,6 +212,7 @@ struct TransposedLines {
     };
 
     // Loads a warpgroup's half of slice `s` of a stage.
+    template <ScaleRange>
     __device__ Words Load(const char* codes, const char* scales, int group, int s) {
       Words words;
       uint32_t now[2];
@@ -234,6 +236,7 @@ struct TransposedLines {
     }
 
     // 16 of the columns, from step `first` of four on.
+    template <ScaleRange>
     __device__ void Read(const Words& words, int /*group*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // pair of codes, and line
@@ -269,10 +272,63 @@ struct TransposedLines {
     typename Codes::Loaded next_[kAhead][2];
   };
 
+  // Codes of 2 bits: of each of four lines a thread has eight neighbours, which are half a word.
+  // Neighbouring lines are halves of one word, so what is decoded has n along a pair, as products
+  // take it, and nothing is turned.
+  class PairReader {
+   public:
+    __device__ PairReader(const QuantizedGemmSm90&, const Work&, int /*group*/) {}
+
+    struct Words {
+      uint32_t codes[2], scales[2], biases[2];  // of two lines, and the two 8 further on
+
+      __device__ uint32_t OfEachLoad() const { return codes[0] | codes[1] | scales[0] | scales[1]; }
+    };
+
+    template <ScaleRange>
+    __device__ Words Load(const char* codes, const char* scales, int group, int /*s*/) const {
+      const int lane = threadIdx.x % 32, eight = lane / 4;
+      Words words;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int line = threadIdx.x % 128 / 32 * 16 + lane % 4 * 2 + 8 * r;
+        uint32_t half[2], scale[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const char* from = codes + (line + i) * Tile::kLineBytes + group * 16 + eight * 2;
+          half[i] = *reinterpret_cast<const uint16_t*>(from);
+          scale[i] = Staged::Word(scales, line + i, 2 * group + eight / 4);
+        }
+        words.codes[r] = Permute(half[0], half[1], 0x5410);
+        words.scales[r] = Permute(scale[0], scale[1], 0x5410);
+        words.biases[r] = Permute(scale[0], scale[1], 0x7632);
+      }
+      return words;
+    }
+
+    // Two columns, in the order of the product's operand.
+    template <ScaleRange>
+    __device__ void Read(const Words& words, int /*group*/, int first, uint32_t* a) const {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t *codes = words.codes + i / 2, p = 2 * first + i % 2;
+        const uint32_t numbers = kHalf ? HalfNumbersOf<2>(codes, p) : NumbersOf<2>(codes, p);
+        a[i] = MultiplyAdd2<kX>(numbers, words.scales[i / 2], words.biases[i / 2]);
+      }
+    }
+  };
+
+  static constexpr bool kPairsLines = kBits == 2;
+  static_assert(!kPairsLines || kStagesScales);
+  static constexpr bool kTurns = !kPairsLines;  // few rows
+  template <int kSlices, int kEights>
+  using Reader = std::conditional_t<kPairsLines, PairReader, LineReader<kSlices, kEights>>;
+
   // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's,
   // and how far behind it the second one is.
   static constexpr int kApart = Codes::kApart, kSecondColumn = kApart == 1 ? 2 : 1;
   __device__ static int ColumnOf(int group, int column) {
+    if (kPairsLines) return 64 * group + column % 16 * 8 + column / 16 * 2;
     const int p = 8 * group + column / 16 * 2, e = column % 16;
     return e / 2 * 32 + p / kApart * 2 * kApart + e % 2 * kApart + p % kApart;
   }

@@ -22,6 +22,7 @@ struct TransposedTiles {
   static constexpr int kCodesAligned = 128;                 // bytes
   static constexpr int kCopiers = 2;          // threads, beside that of x: of codes, and of scales
   static constexpr bool kHasEpilogue = true;  // few rows: a warpgroup's columns are neighbours
+  static constexpr bool kTurns = true;        // few rows: what is decoded has k along a pair
   struct NoPlaces {};
   template <bool kFew>
   using Places = NoPlaces;                      // scales come with a stage
@@ -95,6 +96,9 @@ template <Mode kMode, int kBits, DType kX>
 struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
   using typename TransposedTiles<PackedTiles<kMode, kBits, kX>>::Tiles;
   static constexpr bool kTakesAdapters = true;  // beside many rows
+  // Few rows: whether stages may do with ScaleRange::kSmall.
+  static constexpr bool kAsksForSmall =
+      Tiles::kHalf && Tiles::kHasSmall && !Tiles::Codes::kHasBiases;
   template <bool kFew>
   static constexpr int kScaleBytes = Tiles::Codes::kStageScales;  // of a slice
 
@@ -108,14 +112,22 @@ struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
         : reader_(quantized, work, 0) {}
 
+    // Whether all scales of the warp's n are small, in a stage.
+    template <int kStageSlices, int kBytes>
+    __device__ bool AllSmall(const char (&scales)[kStageSlices][kBytes], int group) const {
+      return reader_.AllSmall(scales[threadIdx.x % 32 / 8 % kStageSlices], group);
+    }
+
     // Loads a warpgroup's columns of slice `s` of a stage.
+    template <ScaleRange kRange>
     __device__ Words Load(const char* codes, const char* scales, int group, int /*s*/) const {
-      return reader_.template Load<true, ScaleRange::kAny>(codes, scales, group);
+      return reader_.template Load<true, kRange>(codes, scales, group);
     }
 
     // 16 of the columns, from step `first` of four on.
+    template <ScaleRange kRange>
     __device__ void Read(const Words& words, int group, int first, uint32_t* a) const {
-      reader_.template Read<1, true, ScaleRange::kAny>(words, group, first, a);
+      reader_.template Read<1, true, kRange>(words, group, first, a);
     }
 
    private:

@@ -252,23 +252,38 @@ struct TransposedFewRows {
       Wait(&memory.full[at.index], at.parity);
       const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
       uint32_t read = 0, x[4];
+      const auto multiply = [&](auto range) {
 #pragma unroll
-      for (int s = 0; s < Config::kSlices; ++s) {
-        const auto words =
-            reader.Load(memory.codes[at.index][s], memory.scales[at.index][s], group, s);
-        if (kEights == 2 || s % 2 == 0) LoadMatrices(x_stage + s * kSliceBytes, x);
+        for (int s = 0; s < Config::kSlices; ++s) {
+          const auto words = reader.template Load<range.value>(
+              memory.codes[at.index][s], memory.scales[at.index][s], group, s);
+          if (kEights == 2 || s % 2 == 0) LoadMatrices(x_stage + s * kSliceBytes, x);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          uint32_t a[4];
-          reader.Read(words, group, i, a);
-          const uint32_t turned[4] = {Turned(a[0]), Turned(a[2]), Turned(a[1]), Turned(a[3])};
+          for (int i = 0; i < 4; ++i) {
+            uint32_t a[4];
+            reader.template Read<range.value>(words, group, i, a);
+            uint32_t turned[4];
 #pragma unroll
-          for (int e = 0; e < kEights; ++e) {
-            const int first = kEights == 1 ? s % 2 * 2 : 2 * e;
-            MultiplyWarp<Config::Weights::kX>(turned, x[first], x[first + 1], sums[i] + 4 * e);
+            for (int m = 0; m < 4; ++m) {
+              turned[m] = Config::Weights::kTurns ? Turned(a[m % 2 * 2 + m / 2]) : a[m];
+            }
+#pragma unroll
+            for (int e = 0; e < kEights; ++e) {
+              const int first = kEights == 1 ? s % 2 * 2 : 2 * e;
+              MultiplyWarp<Config::Weights::kX>(turned, x[first], x[first + 1], sums[i] + 4 * e);
+            }
           }
+          if (s == Config::kSlices - 1) read = words.OfEachLoad() | x[0];
         }
-        if (s == Config::kSlices - 1) read = words.OfEachLoad() | x[0];
+      };
+      using AnyScales = std::integral_constant<ScaleRange, ScaleRange::kAny>;
+      using SmallScales = std::integral_constant<ScaleRange, ScaleRange::kSmall>;
+      if constexpr (!Config::Weights::kAsksForSmall) {
+        multiply(AnyScales{});
+      } else if (reader.template AllSmall<Config::kSlices>(memory.scales[at.index], group)) {
+        multiply(SmallScales{});
+      } else {
+        multiply(AnyScales{});
       }
       __syncwarp();
       Release<Config>(memory, at.index + ZeroAfter(read));

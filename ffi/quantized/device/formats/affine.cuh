@@ -76,14 +76,44 @@ struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits>
     return words[0];
   }
 
-  // Scale and bias are float16, too.
-  template <bool kFewRows>
+  // Scale and bias are float16, too. Codes of 2 bits, where scales are small, are alone in bits 9
+  // and 10, or 7 and 8, of a half: 2^-15 or 2^-17 times themselves.
+  static constexpr bool kHasSmallHalves = kBits == 2;
+
+  __device__ static uint32_t NotSmallHalfBits(const char* scales) {
+    uint32_t words[2];
+    LoadWords<2>(scales, words);
+    return NotSmallHalf(words[0]) | NotSmallHalf(words[1]);
+  }
+
+  template <bool kFewRows, ScaleRange kRange>
+  __device__ static void LoadHalfScales(const char* scales, int tile_scales,
+                                        uint32_t (&words)[2][2]) {
+    LoadScales<kFewRows, kRange>(scales, tile_scales, words);
+    if constexpr (kRange == ScaleRange::kSmall) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        words[0][r] = SmallHalfScales(words[0][r], 9);
+        words[1][r] = SmallHalfScales(words[0][r], 7);
+      }
+    }
+  }
+
+  template <bool kFewRows, ScaleRange kRange>
   __device__ static void DecodeHalf(const uint32_t (&codes)[kBits], int step,
                                     const uint32_t (&scales)[2][2], uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t both = scales[step / 2][i % 2], pair = PackedHalfPair(codes, 4 * step + i);
-      a[i] = MultiplyAdd2<DType::kF16>(pair, Twice(both, 0), Twice(both, 1));
+      const int number = 4 * step + i;
+      if constexpr (kRange == ScaleRange::kSmall) {
+        const CodePair alone = PackedHalfAlone(codes, number);
+        const uint32_t both = scales[alone.place == 9 ? 0 : 1][i % 2];
+        a[i] = MultiplyAdd2<DType::kF16>(alone.bits, Twice(both, 0), Twice(both, 1));
+      } else {
+        const uint32_t both = scales[step / 2][i % 2];
+        a[i] = MultiplyAdd2<DType::kF16>(PackedHalfPair(codes, number), Twice(both, 0),
+                                         Twice(both, 1));
+      }
     }
   }
 };

@@ -51,7 +51,7 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
 
   // Scales are 2^120 times what they stand for, and values what they are. Scales from 2^8 on are
   // infinite.
-  template <bool kFewRows>
+  template <bool kFewRows, ScaleRange>
   __device__ static void DecodeHalf(const uint32_t (&codes)[8], int step,
                                     const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];

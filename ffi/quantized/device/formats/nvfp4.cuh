@@ -30,18 +30,18 @@ struct PackedCodes<Mode::kNvfp4, 4> : PackedCodesBase<Mode::kNvfp4, 4> {
 
   // 2^-7 of what they stand for: from 2^-17 to 21, all of which float16 holds. The scales' bits are
   // those of float16, 2^-5 of what they stand for; codes are 2^-14.
-  template <bool kFewRows>
+  template <bool kFewRows, ScaleRange>
   __device__ static void DecodeHalf(const uint32_t (&codes)[4], int step,
                                     const uint32_t (&scales)[1][2], uint32_t* a) {
     constexpr uint32_t k2To12 = 0x6c006c00;
-    E2M1Pairs(codes[step], a);
+    E2M1HalfPairs(codes[step], a);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t two = Permute(scales[0][r], 0, step < 2 ? 0x4140 : 0x4342);
       const uint32_t scale =
           MultiplyAdd2<DType::kF16>(two * PowerOfTwo<kFewRows>(7), k2To12, kMinusZeros);
       for (int i = r; i < 4; i += 2) {
-        a[i] = MultiplyAdd2<DType::kF16>(E2M1Halves(a[i]), Twice(scale, step % 2), kMinusZeros);
+        a[i] = MultiplyAdd2<DType::kF16>(a[i], Twice(scale, step % 2), kMinusZeros);
       }
     }
   }
