@@ -80,7 +80,10 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   gemm.l_k_major = true;
   TensorMapSpec l = operands.l;
   l.box_lines = Config::kChunkL;
-  if constexpr (Config::kCopiesStages) {  // slices of k are matrices, so that a stage's are a box
+  if constexpr (Config::Weights::kFloats) {
+    quantized.x = static_cast<const float*>(l.data);
+  } else if constexpr (Config::kCopiesStages) {  // slices of k are matrices, so that a stage's are
+                                                 // a box
     l.groups = l.inner / 64;
     l.inner = l.group = 64;
     for (int i = 0; i < 2; ++i) {
@@ -91,7 +94,9 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
     l.box_lines = Config::kMostBoxRows;
     l.box_groups = Config::StageSlices(l.box_lines);
   }
-  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
+  if constexpr (!Config::Weights::kFloats) {
+    if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
+  }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
   gemm.parts = Config::kSharesK ? plan.parts : 1;
   using Weights = typename Config::Weights;
@@ -241,10 +246,16 @@ cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
   }
   if (plan.way == rules::QmmWay::kScaled) {
     if constexpr (Format::kScale == ScaleType::kScaleAndBias && Format::kHasLinesSm90) {
-      using Traits = ByWarpsSm90<QuantizedRows32Sm90<device::ScaledLines<kBits>>>;
-      using Config = device::ScaledLinesSm90Config<Traits>;
-      static_assert(Config::kRows == rules::kScaledLinesTile);
-      return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
+      const auto launch = [&](auto weights, auto tile) {
+        using Traits = ByWarpsSm90<QuantizedRows32Sm90<decltype(weights)>>;
+        using Config = device::ScaledLinesSm90Config<Traits>;
+        static_assert(Config::kRows == decltype(tile)::value);
+        return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
+      };
+      if (plan.tile == rules::kFloatLinesTile) {
+        return launch(device::FloatLines<kBits>{}, device::Constant<rules::kFloatLinesTile>{});
+      }
+      return launch(device::ScaledLines<kBits>{}, device::Constant<rules::kScaledLinesTile>{});
     }
     return cudaErrorInvalidValue;
   }

@@ -60,6 +60,7 @@ struct QuantizedGemmSm90 {
   int scale_shift;  // a scale is of 2^shift k
   // ... in blocks: rows and columns that share a scale, lines of scales of a matrix.
   int rows_each, columns_each, scale_lines;
+  const float* x;  // device/scaled_lines_sm90.cuh: rows of float32
   // device/scaled_tiles_sm90.cuh: planes of x, and its sums of 32 k, (K / 128, T), or of 16 k,
   // (K / 64, T), where groups have 16; K is filled up to whole 128.
   int planes;

@@ -20,7 +20,7 @@ enum class QmmWay {
   kDirect,  // no tiles: blocks read weights in layout "sm90" for a few rows
   kScaled   // weights are not rounded. Layout "sm90": tiles of few rows by warps, or of 64; W
             // quantized along N: of few rows of float32 x by warps, or of 128 in three planes.
-            // Layout "linear": tiles of few rows by warps
+            // Layout "linear": tiles of few rows by warps, in both cases
 };
 
 // Their names as attributes, in the order of QmmWay.
@@ -136,15 +136,15 @@ inline int QmmParts(const QmmSizes& qmm, const QmmRows& of, int blocks_per_sm) {
 // Rows of the larger tile of weights that are not rounded, and planes that it takes at most.
 constexpr int kScaledTileRows = 64, kMostScaledPlanes = 3;
 
-// ... of lines.
-constexpr int kScaledLinesTile = 8;
+// ... of lines: rows of 16 bits, or of float32.
+constexpr int kScaledLinesTile = 8, kFloatLinesTile = 2;
 
 // Few rows have a row for each plane: their tile has room for them. Otherwise planes are beside
 // each other, and meet codes that are read once.
 inline QmmPlanSm90 PlanScaledSm90(const QmmSizes& qmm, const QmmRows& of) {
   if (!qmm.packed) {
-    const QmmRows of_planes{qmm.scaled * of.rows_x, qmm.scaled * of.rows, of.segments};
-    return {QmmWay::kScaled, kScaledLinesTile, QmmParts(qmm, of_planes, 1)};
+    if (qmm.scaled > 1) return {QmmWay::kScaled, kFloatLinesTile, QmmParts(qmm, of, 1)};
+    return {QmmWay::kScaled, kScaledLinesTile, QmmParts(qmm, of, 1)};
   }
   if (RowsPerSegment(of.rows, of.segments) * qmm.scaled > 24) {
     return {QmmWay::kScaled, kScaledTileRows};
@@ -156,7 +156,8 @@ inline QmmPlanSm90 PlanScaledSm90(const QmmSizes& qmm, const QmmRows& of) {
 inline QmmPlanSm90 PlanTransposedSm90(const QmmSizes& qmm, const QmmRows& of) {
   const bool few = RowsPerSegment(of.rows, of.segments) <= kTransposedWarpsUpToRows;
   if (qmm.scaled > 0) {
-    return {QmmWay::kScaled, few ? kTransposedScaledFewRows : kTransposedScaledRows};
+    const bool tiles_of_few = few || !qmm.packed;
+    return {QmmWay::kScaled, tiles_of_few ? kTransposedScaledFewRows : kTransposedScaledRows};
   }
   if (few) return {QmmWay::kWarps, kTransposedFewRows};
   return {QmmWay::kTiles, kMostQmmRows};
@@ -215,11 +216,11 @@ inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const FormatFacts& 
   if (plan.way == QmmWay::kWarps) has = plan.tile == kTransposedFewRows;
   if (plan.way == QmmWay::kTiles) has = plan.tile == kMostQmmRows;
   if (plan.way == QmmWay::kScaled) {
-    has = !qmm.half && (plan.tile == kTransposedScaledFewRows ? qmm.scaled == 1
-                        : plan.tile == kTransposedScaledRows  ? qmm.scaled == kMostScaledPlanes
-                                                              : false);
+    has = !qmm.half &&
+          (plan.tile == kTransposedScaledFewRows ? qmm.scaled == 1
+           : plan.tile == kTransposedScaledRows  ? qmm.packed && qmm.scaled == kMostScaledPlanes
+                                                 : false);
   }
-  has &= qmm.packed || plan.way != QmmWay::kScaled;
   if (has && plan.parts == 1 && !plan.pairs) return std::nullopt;
   return NoKernelFollows(plan);
 }
@@ -243,8 +244,9 @@ inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
       if (!HasScaled(format)) return "scales are no floats";
       has = !qmm.half && !qmm.gated && !plan.pairs;
       if (!qmm.packed) {
-        has &= format.scale == ScaleType::kScaleAndBias && tile == kScaledLinesTile &&
-               qmm.scaled == 1 && (plan.parts == 1 || plan.parts == 2);
+        has &= format.scale == ScaleType::kScaleAndBias &&
+               (tile == kScaledLinesTile || tile == kFloatLinesTile) && qmm.scaled == 1 &&
+               (plan.parts == 1 || plan.parts == 2);
         break;
       }
       has &= tile == 32 ? qmm.scaled == 1 && (plan.parts == 1 || plan.parts == 2)

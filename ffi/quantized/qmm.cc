@@ -30,7 +30,7 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   Operands operands(op, rest);
   args.scaled =
       args.planned && plan_attrs.way == rules::kQmmWays[static_cast<int>(rules::QmmWay::kScaled)];
-  if (args.scaled) {
+  if (args.scaled && args.transpose_w && args.dtype != DType::kF32) {
     JGG_RETURN_IF_ERROR(
         BindXSums(op, args.rows_x, PaddedK(args.k, true) / 128, &operands, &args.x_sums));
   }
@@ -61,6 +61,10 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
                                  {args.k, args.n, IsGated(activation), false, !args.transpose_w,
                                   args.dtype == DType::kF16, args.scaled ? 1 : 0},
                                  args.rows_x, args.rows_y, args.metadata, &plan));
+    const bool floats = args.scaled && args.transpose_w && args.dtype == DType::kF32;
+    if (floats != (plan.tile == rules::kFloatLinesTile)) {
+      return InvalidArgument(op, "tiles of ", plan.tile, " rows are not those of x's dtype");
+    }
     return FromCuda(op, qmm_sm90(stream, args, plan));
   }
   if (auto reason = qmm_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);

@@ -16,8 +16,9 @@ struct QmmArgs {
   // w is quantized along N, (T, K in whole 64) as it is.
   bool planned;
   QuantizedWeight w;
-  // ... and whether scales multiply sums: then x is in another order, and its sums of 32 k come,
-  // too, (K / 128, T, 4) float32.
+  // ... and whether scales multiply sums. Then x of 16 bits is in another order, and its sums of
+  // 32 k come, too, (K / 128, T, 4) float32; x of float32 comes as it is. Where w is quantized
+  // along N scales multiply x, which is float32.
   bool scaled;
   const void* x_sums;
   bool transpose_w;  // w's lines are the columns of W, not its rows

@@ -84,9 +84,13 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
   if (planned) {
     JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, lines, words)", weight, {-1, -1, -1}));
     k = transpose_w ? weight.dimensions()[2] * 32 / bits : weight.dimensions()[1];
-    JGG_RETURN_IF_ERROR(CheckShape(op, "x",
-                                   transpose_w ? "(T, K in whole 128)" : "(T, K in whole 64)", x,
-                                   {-1, PaddedK(k, transpose_w)}));
+    if (transpose_w && x.element_type() == xla::ffi::F32) {
+      JGG_RETURN_IF_ERROR(CheckShape(op, "x", "(T, K)", x, {-1, k}));
+    } else {
+      JGG_RETURN_IF_ERROR(CheckShape(op, "x",
+                                     transpose_w ? "(T, K in whole 128)" : "(T, K in whole 64)", x,
+                                     {-1, PaddedK(k, transpose_w)}));
+    }
   }
   if (transpose_w) {
     if (k % group_size != 0) {

@@ -18,7 +18,9 @@ static ffi::Error BindQmmFp8(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBu
                              ffi::AnyBuffer out, BlockAttrs block, bool transpose_w,
                              QmmArgs* args) {
   QuantizedWeight& w = args->w;
-  if (x.element_type() != ffi::F16) {
+  if (args->scaled) {
+    JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::F32, "float32"));
+  } else if (x.element_type() != ffi::F16) {
     JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16 or float16"));
   }
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out.element_type()));
@@ -50,6 +52,8 @@ static ffi::Error QmmFp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
   if (epilogue.existing_out) return InvalidArgument(kOp, "existing_out is not an operand of it");
   QmmArgs args{};
   JGG_RETURN_IF_ERROR(BindActivation(kOp, epilogue, &args.epilogue.activation));
+  args.scaled =
+      !transpose_w && plan_attrs.way == rules::kQmmWays[static_cast<int>(rules::QmmWay::kScaled)];
   JGG_RETURN_IF_ERROR(BindQmmFp8(x, weight, scales, *out, block, transpose_w, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &args.metadata));
   JGG_RETURN_IF_ERROR(
@@ -66,7 +70,7 @@ static ffi::Error QmmFp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
   rules::QmmPlanSm90 plan;
   JGG_RETURN_IF_ERROR(BindPlan(kOp, plan_attrs, args.w.coding,
                                {args.k, args.n, IsGated(args.epilogue.activation), false,
-                                !transpose_w, args.dtype == DType::kF16},
+                                !transpose_w, args.dtype == DType::kF16, args.scaled ? 1 : 0},
                                args.rows_x, args.rows_y, args.metadata, &plan));
   return FromCuda(kOp, qmm_sm90(stream, args, plan));
 }

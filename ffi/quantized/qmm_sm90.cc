@@ -9,11 +9,12 @@ namespace jgg {
 
 static OperandsSm90 DescribeOperands(const QmmArgs& args) {
   const QuantizedWeight& w = args.w;
+  const bool floats = args.dtype == DType::kF32;  // which become bfloat16
   OperandsSm90 operands{};
-  operands.dtype = args.dtype;
+  operands.dtype = floats ? DType::kBF16 : args.dtype;
   operands.planes = 1;
   operands.l_k_major = operands.r_k_major = true;
-  const int64_t columns = PaddedK(args.k, args.transpose_w);
+  const int64_t columns = floats && args.transpose_w ? args.k : PaddedK(args.k, args.transpose_w);
   operands.l = {args.x, args.dtype, columns, args.rows_x, 1, columns, columns};
   const int64_t line = w.elements * w.coding.bits / 16;
   operands.r = {w.packed, DType::kBF16, line, w.lines, w.groups, line, line * w.lines};
@@ -23,10 +24,13 @@ static OperandsSm90 DescribeOperands(const QmmArgs& args) {
 }
 
 std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute_capability) {
-  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
+  const bool floats = args.scaled && args.dtype == DType::kF32;
+  if (args.scaled && !args.transpose_w && !floats) return "x is not float32";
+  const DType dtype = floats ? DType::kBF16 : args.dtype;
+  if (const char* problem = GemmSm90Problem(dtype, compute_capability)) return problem;
   const Coding& coding = args.w.coding;
   rules::QmmShape shape{args.w.elements, coding.bits};
-  shape.bfloat16_x = args.dtype == DType::kBF16;
+  shape.bfloat16_x = dtype == DType::kBF16;
   shape.bfloat16_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kBF16;
   const bool half_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kF16;
   shape.half = args.dtype == DType::kF16 && half_scales;

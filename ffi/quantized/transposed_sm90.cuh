@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "grouped_mm/gemm_sm90.cuh"
+#include "quantized/device/transposed_scaled_lines_sm90.cuh"
 #include "quantized/device/transposed_scaled_sm90.cuh"
 #include "quantized/device/transposed_sm90.cuh"
 #include "quantized/gemm_sm90.h"
@@ -32,6 +33,11 @@ struct TransposedScaledRows8Sm90 : device::TransposedScaledTraitsSm90<Weights> {
 template <typename Weights>
 struct TransposedScaledRows128Sm90 : device::TransposedScaledTraitsSm90<Weights> {
   static constexpr int kRows = rules::kTransposedScaledRows, kMostStages = 3, kCluster = 2;
+};
+
+template <typename Weights>
+struct TransposedScaledLines8Sm90 : device::TransposedScaledLinesTraitsSm90<Weights> {
+  static constexpr int kRows = rules::kTransposedScaledFewRows, kMostStages = 6;
 };
 
 template <typename Config>
@@ -71,8 +77,18 @@ template <Mode kMode, int kBits>
 cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                          const rules::QmmPlanSm90& plan,
                                          const OperandsSm90& operands) {
+  using Format = FormatTraits<kMode, kBits>;
+  constexpr bool kHasFloats =
+      Format::kScale == ScaleType::kScaleAndBias || Format::kScale == ScaleType::kFloat32;
   if (quantized.packed.codes == nullptr) {
-    using Format = FormatTraits<kMode, kBits>;
+    if constexpr (kHasFloats && Format::kHasLinesSm90) {
+      if (plan.way == rules::QmmWay::kScaled) {
+        using Weights = device::TransposedScaledLines<kMode, kBits>;
+        using Traits = TransposedScaledLines8Sm90<Weights>;
+        using Config = device::TransposedScaledLinesSm90Config<Traits>;
+        return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
+      }
+    }
     if (operands.dtype == DType::kF16) {
       if constexpr (Format::kHasLinesSm90) {
         using Half = device::TransposedLines<kMode, kBits, DType::kF16>;
@@ -84,8 +100,7 @@ cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90&
     }
     return cudaErrorInvalidValue;  // it has no kernel
   }
-  if constexpr (FormatTraits<kMode, kBits>::kScale == ScaleType::kScaleAndBias ||
-                FormatTraits<kMode, kBits>::kScale == ScaleType::kFloat32) {
+  if constexpr (kHasFloats) {
     if (plan.way == rules::QmmWay::kScaled) {
       const auto launch = [&](auto traits) {
         using Config = device::TransposedScaledSm90Config<decltype(traits)>;

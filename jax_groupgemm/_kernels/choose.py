@@ -40,7 +40,7 @@ _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 # ... of x beside lines that no kernel of Hopper takes. Measured on an H200, as the next three
 # (docs/lab).
 _REPACK_HALF_FROM_ROWS = 1
-# ... beside lines whose scales multiply sums, and of 16-bit x beside groups of 16, which the
+# ... beside lines whose scales multiply sums or x, and of 16-bit x beside groups of 16, which the
 # generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
 # ... of 16-bit x and a weight of few bits that is quantized along N.
@@ -221,6 +221,8 @@ def _repack_from(p: Qmm) -> int:
     if not p.transpose_w:
         if as_stored_sm90(p):
             return 1
+        if dense.qmm_scaled(p, packed=False):
+            return _REPACK_SCALED_FROM_ROWS
         if dense.qmm_planes(p) == 2:
             return _PLANES_UP_TO_ROWS
         return _REPACK_TRANSPOSED_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
@@ -271,7 +273,9 @@ def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
     )  # fmt: skip
     named: dict[str, Any] = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
     sum_parts = dense.sum_parts(p, planes)
-    if scaled and not p.transpose_w:
+    if scaled and not packed and p.transpose_w and planes > 1:
+        named["beside"], planes = True, 1  # float32 as it is
+    elif scaled and not p.transpose_w:
         named["beside"], planes = True, 3 if named["tile"] > 8 else 1  # 1: float32 as it is
     elif scaled and named["tile"] > 32:
         named["beside"], planes = True, 3 if planes == 2 else planes
@@ -375,21 +379,19 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm_packed", _packed, _qmm_packed_fuses,
             config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
-            needs="prepacked weights, or many rows, or transpose_w=False beside float32 x, scales "
-            "of another dtype, or options",
+            needs="prepacked weights, or many rows, or transpose_w=False and options",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
             needs="weights as stored, affine groups of 32 or more; K * bits % 128 == 0 with "
-            "transpose_w, else N * bits, 16-bit x and scales of its dtype or modes mxfp4, mxfp8, "
-            "nvfp4, and no options",
+            "transpose_w, else N * bits and no options",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False),
             needs="mode fp8, codes e4m3 in blocks of whole 128 columns; K % 16 == 0 with "
-            "transpose_w, else N % 16 == 0, 16-bit x and no options",
+            "transpose_w, else N % 16 == 0 and no options",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
         Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),

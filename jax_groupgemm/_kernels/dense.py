@@ -122,9 +122,10 @@ def lines_of_halves(p: Qmm) -> bool:
 
 
 def lines_of_sums(p: Qmm) -> bool:
-    """Whether scales multiply sums in Hopper's kernels of weights as they are stored."""
+    """Whether scales multiply sums in Hopper's kernels of weights as they are stored, or x, where
+    these are quantized along N."""
     affine = p.in_groups and groups_sm90(p.mode, p.group_size) is None
-    return p.transpose_w and p.layout == "linear" and p.as_stored and (affine or not p.in_groups)
+    return p.layout == "linear" and p.as_stored and (affine or not p.in_groups)
 
 
 def qmm_scaled(p: Qmm, *, packed: bool) -> bool:
@@ -133,9 +134,11 @@ def qmm_scaled(p: Qmm, *, packed: bool) -> bool:
     along N, x, or codes in float32."""
     if not p.scalable:
         return False
-    if not packed:  # of mode "fp8" they always do
-        rounded = p.dtypes[0] == "bfloat16" and p.bfloat16_scales
-        return p.in_groups and lines_of_sums(p) and not rounded and not lines_of_halves(p)
+    if not packed:  # of mode "fp8" sums they always do
+        if not lines_of_sums(p) or (p.transpose_w and not p.in_groups):
+            return False
+        rounded = p.dtypes[0] == "bfloat16" and (p.bfloat16_scales or not p.in_groups)
+        return not rounded and not lines_of_halves(p)
     if qmm_planes(p, packed=True) > 1:
         return not p.exact_in_bfloat16
     if p.dtypes[0] == "bfloat16":

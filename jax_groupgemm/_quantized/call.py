@@ -57,7 +57,10 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         assert epilogue.nothing
         return _on_cpu(plan, x, q, metadata, product)
     planes, x_sums = plan.config.get("planes", 1), None
-    if plan.config.get("beside"):
+    of_lines = plan.config.get("of_lines", False)
+    if plan.config.get("beside") and of_lines:
+        x = x.astype(jnp.float32)
+    elif plan.config.get("beside"):
         x, x_sums = _planes_beside(planes, x, q, product.transpose_w)
     elif planes > 1:
         assert epilogue.nothing
@@ -75,11 +78,11 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         "plan": {name: plan.config.get(name, no) for name, no in _NO_PLAN.items()}
         | ({} if plan.config.get("beside") else {"planes": 1}),
     }
-    of_lines = plan.config.get("of_lines", False)
     scaled_lines = of_lines and plan.config["way"] == "scaled"
-    if scaled_lines:
+    of_floats = scaled_lines and product.transpose_w and x.dtype == jnp.float32
+    if scaled_lines and product.transpose_w and not of_floats:
         x_sums = _sums_of(x, 32)
-    if of_lines and not x_is_ordered:
+    if of_lines and not x_is_ordered and not of_floats:
         x = ordered.of_lines(x, q.bits, product.transpose_w, by_threads=scaled_lines)
     assert of_lines or not x_is_ordered
     if plan.target == "jgg_qmm":

@@ -176,9 +176,9 @@ AFFINE, FP8, MXFP8 = (host_program.mode_number(mode) for mode in ("affine", "fp8
     ("tile", "planes", "transposed", "half", "has"),
     [
         (32, 1, 0, 0, True), (64, 1, 0, 0, True), (64, 3, 0, 0, True), (64, 2, 0, 0, False),
-        (8, 1, 0, 0, False), (8, 1, 1, 0, True), (8, 3, 1, 0, False), (16, 1, 1, 0, False),
-        (128, 3, 1, 0, True), (128, 1, 1, 0, False), (64, 3, 1, 0, False), (128, 3, 1, 1, False),
-        (128, 3, 0, 0, False),
+        (2, 1, 0, 0, False), (8, 1, 0, 0, False), (8, 1, 1, 0, True), (8, 3, 1, 0, False),
+        (16, 1, 1, 0, False), (128, 3, 1, 0, True), (128, 1, 1, 0, False), (64, 3, 1, 0, False),
+        (128, 3, 1, 1, False), (128, 3, 0, 0, False),
     ],
 )  # fmt: skip
 def test_plans_of_weights_that_are_not_rounded(program, mode, tile, planes, transposed, half, has):
@@ -187,8 +187,9 @@ def test_plans_of_weights_that_are_not_rounded(program, mode, tile, planes, tran
     assert found == ("" if has else why)
     refused = program.of_scaled(MXFP8, tile, planes, bool(transposed), bool(half), True).decode()
     assert refused == "scales are no floats"
-    # Lines have a kernel for few rows, of affine weights.
-    lines = mode == AFFINE and (tile, planes, transposed, half) == (8, 1, 0, 0)
+    # Lines have kernels for few rows: of 16 bits, of float32, and where they lie along N.
+    lines = mode == AFFINE and (tile, planes, transposed, half) in ((8, 1, 0, 0), (2, 1, 0, 0))
+    lines |= (tile, planes, transposed, half) == (8, 1, 1, 0)
     found = program.of_scaled(mode, tile, planes, bool(transposed), bool(half), False).decode()
     assert found == ("" if lines else why)
 
@@ -298,6 +299,16 @@ def test_float32_cotangents_carry_theirs(hopper, packed):
         f = lambda x, w, s=sizes: jgg.grouped_qmm(x, w, s, transpose_w=False)
         (plan,) = plans(f, array(rows, 1024, dtype="float32"), w)
         assert (plan["way"], plan["tile"], plan["planes"]) == ("scaled", tile, planes)
+
+
+@needs_extension
+@pytest.mark.parametrize(("dtype", "tile"), [("float32", "2"), ("bfloat16", "8")])
+def test_rows_beside_float32_scales_carry_theirs(hopper, dtype, tile):
+    """Weights as they are stored take float32 rows as they are, too."""
+    w = jax.eval_shape(lambda w: jgg.quantize(w), array(8, 1024, 512, dtype="float32"))
+    f = lambda x, w: jgg.grouped_qmm(x, w, jnp.full(8, 8))
+    (plan,) = plans(f, array(64, 512, dtype=dtype), w)
+    assert (plan["way"], plan["tile"], plan["planes"]) == ("scaled", tile, "1")
 
 
 @needs_extension

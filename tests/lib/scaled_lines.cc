@@ -16,7 +16,8 @@ struct Weight {
 };
 
 struct Problem {
-  const uint16_t* x;                    // (rows, K in whole 128), in the kernel's order
+  const uint16_t* x;                    // (rows, K in whole 128), in the kernel's order, or null
+  const float* floats;                  // (rows / 4, K): four rows of each
   const float* x_sums;                  // (K / 128, rows, 4)
   const char *codes, *scales, *biases;  // (n, ...)
   float* out;                           // (rows, n)
@@ -42,9 +43,9 @@ static std::vector<char> StageOf(const Problem& p, int first, int block) {
   return stage;
 }
 
-template <int kBits, int kPairs, device::PackedFloats kFloats>
+template <int kBits, int kShare, int kCount, device::PackedFloats kFloats>
 static void RunTile(const Problem& p, const Weight& weight, int column) {
-  using Product = device::ScaledLinesProduct<Weight, kBits, kPairs, kFloats, 2>;
+  using Product = device::ScaledLinesProduct<Weight, kBits, kShare, kCount, kFloats, 2>;
   const int blocks = (p.k + 127) / 128;
   std::vector<std::vector<char>> stages, rows;
   std::vector<std::vector<float>> sums;
@@ -52,9 +53,24 @@ static void RunTile(const Problem& p, const Weight& weight, int column) {
     stages.push_back(StageOf<kBits>(p, column, block));
     // NaN where a tile has no row.
     rows.emplace_back(2 * Product::kSliceBytes, static_cast<char>(0xff));
-    sums.emplace_back(4 * 2 * kPairs, NAN);
+    sums.emplace_back(4 * Product::kRows, NAN);
+    for (int row = 0; row < (p.floats ? p.rows / 4 : 0); ++row) {
+      using Planes = device::OrderedPlanes<kBits>;
+      for (int piece = 0; piece < 16; ++piece) {
+        float eight[8];
+        for (int i = 0; i < 8; ++i) {
+          const int k = block * 128 + Planes::First(piece) + i / 4 * Planes::kSecondFour + i % 4;
+          eight[i] = k < p.k ? p.floats[int64_t{row} * p.k + k] : 0;
+        }
+        uint32_t planes[3][4];
+        Planes::Make(eight, planes);
+        for (int i = 0; i < 3; ++i) {
+          std::memcpy(rows[block].data() + Planes::PlaceOf(piece, 4 * row + i), planes[i], 16);
+        }
+      }
+    }
     for (int row = 0; row < p.rows; ++row) {
-      for (int i = 0; i < 256; i += 16) {
+      for (int i = 0; i < (p.floats ? 0 : 256); i += 16) {
         const int at = i / 128 * Product::kSliceBytes + row * 128 + ((i % 128) ^ (row % 8 * 16));
         std::memcpy(rows[block].data() + at,
                     p.x + int64_t{row} * 128 * blocks + block * 128 + i / 2, 16);
@@ -69,11 +85,13 @@ static void RunTile(const Problem& p, const Weight& weight, int column) {
     }
     float out[4];
     product.Finish(out);
+    if (p.floats) device::AddPlanesOfRows(out);
     const int lane = threadIdx.x % 32;
     for (int j = 0; j < 4; ++j) {
       const int row = lane % 4 * 2 + j % 2;
       const int at = column + threadIdx.x / 32 * 16 + lane / 4 + j / 2 * 8;
-      if (row < p.rows && at < p.n) p.out[int64_t{row} * p.n + at] = out[j];
+      if (row < (p.floats ? p.rows / 4 : p.rows) && at < p.n)
+        p.out[int64_t{row} * p.n + at] = out[j];
     }
   });
 }
@@ -81,8 +99,13 @@ static void RunTile(const Problem& p, const Weight& weight, int column) {
 template <int kBits, device::PackedFloats kFloats>
 static void RunTiles(const Problem& p, const Weight& weight) {
   for (int column = 0; column < p.n; column += 64) {
-    if (p.rows <= 4) RunTile<kBits, 2, kFloats>(p, weight, column);
-    if (p.rows > 4) RunTile<kBits, 4, kFloats>(p, weight, column);
+    if (p.group_size == 32) {
+      if (p.rows <= 4) RunTile<kBits, 1, 2, kFloats>(p, weight, column);
+      if (p.rows > 4) RunTile<kBits, 1, 4, kFloats>(p, weight, column);
+    } else {
+      if (p.rows <= 4) RunTile<kBits, 2, 1, kFloats>(p, weight, column);
+      if (p.rows > 4) RunTile<kBits, 2, 2, kFloats>(p, weight, column);
+    }
   }
 }
 

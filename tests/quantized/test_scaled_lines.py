@@ -25,22 +25,28 @@ CASES = [
     (5, 8, 96, 32, "float16"),
 ]
 NAMES = "rows", "n", "k", "group_size", "half_scales", "float_scales"
+FLOATS = "codes", "scales", "biases"
 
 
 class Problem(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "x_sums", "codes", "scales", "biases", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "floats", "x_sums", *FLOATS, "out")),
         *((name, ctypes.c_int32) for name in NAMES),
     ]
 
 
 def product(x, q):
-    """x (rows, K), bfloat16, @ q (N, K).T, float32."""
+    """x (rows, K) @ q (N, K).T, float32. x is bfloat16, or float32, whose rows become four each."""
     (rows, k), n = x.shape, q.shape[0]
     out = np.full((rows, n), np.nan, np.float32)
-    in_order = ordered.ordered(x, q.bits, by_threads=True)
-    arrays = in_order, call._sums_of(x, 32), q.weight, q.scales, q.biases
-    kept = [copied(np.asarray(a)) for a in arrays]
+    sums = call._sums_of(x, 32)
+    if x.dtype == jnp.float32:
+        rows_of_x, rows = (None, x), 4 * rows
+        sums = jnp.stack([sums, *(jnp.zeros_like(sums),) * 3], 2).reshape(-1, rows, 4)
+    else:
+        rows_of_x = ordered.ordered(x, q.bits, by_threads=True), None
+    arrays = *rows_of_x, sums, q.weight, q.scales, q.biases
+    kept = [None if a is None else copied(np.asarray(a)) for a in arrays]
     problem = Problem(
         *map(pointer, (*kept, out)), rows=rows, n=n, k=k, group_size=q.group_size,
         half_scales=q.scales.dtype == jnp.float16, float_scales=q.scales.dtype == jnp.float32,
@@ -55,6 +61,16 @@ def product(x, q):
 def test_values(rng, rows, bits, k, group, scales):
     q = oracle.random_quantized(rng, (80, k), "affine", bits, group, scales)
     x = jnp.asarray(rng.standard_normal((rows, k)), jnp.bfloat16)
+    want = oracle.f64(x) @ oracle.dequantize(q).T
+    oracle.assert_close(product(x, q), want, tolerance=3e-7)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize(("rows", "group"), [(1, 64), (2, 64), (1, 32), (2, 32)])
+@pytest.mark.one_in(4)
+def test_rows_of_float32(rng, rows, bits, group):
+    q = oracle.random_quantized(rng, (80, 320), "affine", bits, group, "float32")
+    x = jnp.asarray(rng.standard_normal((rows, 320)), jnp.float32)
     want = oracle.f64(x) @ oracle.dequantize(q).T
     oracle.assert_close(product(x, q), want, tolerance=3e-7)
 

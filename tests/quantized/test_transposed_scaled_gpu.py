@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from device_runs import needs_hopper, run
-from qmm_problems import SCALED, TRANSPOSED
+from qmm_problems import SCALED, SCALED_LINES, TRANSPOSED
 
 import jax_groupgemm as jgg
 
@@ -32,8 +32,15 @@ def product(x, q, sizes, **options):
     return jgg.grouped_qmm(x, q, jnp.asarray(sizes), transpose_w=False, **options)
 
 
-def assert_ran(kernels, count: int, rows: str | None = None, others: int = 0) -> None:
-    """So many products, all but ``others`` by these kernels."""
+def assert_ran(
+    kernels, count: int, rows: str | None = None, others: int = 0, lines: int = 0
+) -> None:
+    """So many products, all but ``others`` by these kernels: with few rows those of ``lines``
+    weights by that of weights as they are stored."""
+    as_stored = [name for name in kernels if TRANSPOSED in name and SCALED_LINES in name]
+    assert len(as_stored) == (lines if rows == "few" else 0), kernels
+    count -= len(as_stored)
+    others += len(as_stored)
     ours = [name for name in kernels if TRANSPOSED in name and SCALED in name]
     assert len(ours) == count, kernels
     assert sum("Gemm" in name for name in kernels) <= count + others, kernels
@@ -53,7 +60,8 @@ def exact(x, q, sizes):
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
 def test_values(rng, mode, bits, group, rows):
-    """Prepacked, with bfloat16 and with float16 scales, and as stored, which a call packs. Odd
+    """Prepacked, with bfloat16 and with float16 scales, and as stored, which a call packs if rows
+    are many, groups have 16, or lines are not whole 16 bytes. Odd
     numbers of tiles along both axes, so that stages of few rows are part empty; rows behind all
     groups are zeros."""
     sizes = SIZES[rows]
@@ -65,7 +73,7 @@ def test_values(rng, mode, bits, group, rows):
     x = oracle.random(rng, (sizes.sum() + 5, n), "float32")
     f = lambda x, *weights: [product(x, w, sizes) for w in weights]
     found, kernels = run(jax.jit(f), x, *weights)
-    assert_ran(kernels, len(weights), rows)
+    assert_ran(kernels, len(weights), rows, lines=group > 16 and k * bits % 128 == 0)
     want = exact(x, q, sizes)
     for out in found:
         assert out.dtype == jnp.float32
@@ -83,10 +91,13 @@ def test_float32_scales(rng, bits, group, x_dtype, rows):
     n, k = 192, 5 * (128 if group == 128 else 64)
     q = weight(rng, "affine", bits, group, len(sizes), n, k, "float32")
     x = oracle.random(rng, (sizes.sum(), n), x_dtype)
-    f = lambda x, w: product(x, w, sizes, preferred_element_type="float32")
-    out, kernels = run(jax.jit(f), x, jgg.prepack(q))
-    assert_ran(kernels, 1, rows)
-    oracle.assert_close(out, exact(x, q, sizes), k=n)
+    f = lambda x, *weights: [
+        product(x, w, sizes, preferred_element_type="float32") for w in weights
+    ]
+    found, kernels = run(jax.jit(f), x, jgg.prepack(q), q)
+    assert_ran(kernels, 2, rows, lines=group > 16 and k * bits % 128 == 0)
+    for out in found:
+        oracle.assert_close(out, exact(x, q, sizes), k=n)
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -121,7 +132,7 @@ def test_fp8_blocks(rng, block, rows):
     x = oracle.random(rng, (sizes.sum(), n), "float32")
     f = lambda x, *weights: [product(x, w, sizes) for w in weights]
     found, kernels = run(jax.jit(f), x, q, jgg.prepack(q))
-    assert_ran(kernels, 2, rows)
+    assert_ran(kernels, 2, rows, lines=1)
     for out in found:
         oracle.assert_close(out, exact(x, q, sizes), k=n)
 
@@ -181,9 +192,11 @@ def test_options_in_the_kernel(rng, rows):
     oracle.assert_close(out, want, k=192)
 
 
-@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize(
+    ("rows", "pack"), [*((r, jgg.prepack) for r in SIZES), ("few", lambda q: q)]
+)
 @pytest.mark.parametrize(("mode", "bits", "group"), [*FORMATS[:7], ("affine", 4, 32)])
-def test_a_nan_stays_in_its_row_and_columns(rng, mode, bits, group, rows):
+def test_a_nan_stays_in_its_row_and_columns(rng, mode, bits, group, rows, pack):
     """A NaN of x, and one of a scale of group 4; all else has the same bits as without."""
     sizes = SIZES[rows]
     q = weight(rng, mode, bits, group, len(sizes), 192, 384)
@@ -191,8 +204,8 @@ def test_a_nan_stays_in_its_row_and_columns(rng, mode, bits, group, rows):
     bad = dataclasses.replace(q, scales=q.scales.at[at].set(jnp.nan))
     x = oracle.random(rng, (sizes.sum(), 192), "float32")
     f = jax.jit(lambda x, q: product(x, q, sizes))
-    good = np.asarray(f(x, jgg.prepack(q)))
-    got = np.asarray(f(x.at[9, 3].set(jnp.nan), jgg.prepack(bad)))
+    good = np.asarray(f(x, pack(q)))
+    got = np.asarray(f(x.at[9, 3].set(jnp.nan), pack(bad)))
     hit = (np.repeat(np.arange(len(sizes)), sizes) == 4)[:, None]
     hit = hit & (np.arange(384) // group == 1)
     hit[9] = True
@@ -216,16 +229,18 @@ def test_gradients(rng, mode, bits, group, packed, x_dtype, rows):
         return jax.vjp(f, x)[1](ct)[0]
 
     out, kernels = run(jax.jit(dx), x, jgg.prepack(q) if packed else q, ct)
-    assert_ran(kernels, 1, rows)
+    assert_ran(kernels, 1, rows, lines=not packed)
     assert out.dtype == x_dtype
     oracle.assert_close(out, exact(ct, q, sizes), k=256)
 
 
-@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize(
+    ("rows", "pack"), [*((r, jgg.prepack) for r in SIZES), ("few", lambda q: q)]
+)
 @pytest.mark.parametrize(("mode", "bits", "group"), [*FORMATS[:7], ("affine", 4, 16)])
-def test_the_same_bits(rng, mode, bits, group, rows):
+def test_the_same_bits(rng, mode, bits, group, rows, pack):
     sizes = SIZES[rows]
-    q = jgg.prepack(weight(rng, mode, bits, group, len(sizes), 704, 640))
+    q = pack(weight(rng, mode, bits, group, len(sizes), 704, 640))
     x = oracle.random(rng, (sizes.sum(), 704), "float32")
     f = jax.jit(lambda x, q: product(x, q, sizes))
     first = np.asarray(f(x, q))

@@ -210,16 +210,16 @@ struct NoPartialSums {
 };
 
 // The first block's sums become those of all, added in the order of blocks.
-template <typename Config>
+template <typename Config, int kSums>
 __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                         const Work& work, float (&sums)[Config::kRows / 2]) {
+                         const Work& work, float (&sums)[kSums]) {
   if (gemm.parts == 1 || work.weight < 0) return;
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, others = gemm.parts - 1;
   SharedPartialSums& parts = memory.parts;
   const int block = BlockInCluster();
   uint32_t parity = parts.parity[warp];
 #pragma unroll
-  for (int i = 0; i < Config::kRows / 8; ++i) {
+  for (int i = 0; i < kSums / 4; ++i) {
     if (8 * i >= work.rows) break;
     float* four = sums + 4 * i;
     if (block > 0) {

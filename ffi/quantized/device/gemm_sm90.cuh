@@ -413,8 +413,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (threadIdx.x == 0) {
     memory.parts.Init();
     constexpr int kCopiers = Config::kCopiesStages ? 1 : 3;
-    InitRings<Config>(memory, kCopiers, kCopiers);
-    Prefetch(Config::kCopiesStages ? &gemm.rest_maps.l[0] : &gemm.l_map);
+    if constexpr (Config::Weights::kFloats) {
+      constexpr int kWarps = Config::Weights::kRowWarps;
+      InitRings<Config>(memory, kCopiers + kWarps * kArrivingLanes, kCopiers + kWarps);
+    } else {
+      InitRings<Config>(memory, kCopiers, kCopiers);
+      Prefetch(Config::kCopiesStages ? &gemm.rest_maps.l[0] : &gemm.l_map);
+    }
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);
@@ -424,6 +429,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
+    } else if (Config::Weights::kFloats && warp >= 2) {
+      if constexpr (Config::Weights::kFloats) {
+        Config::Weights::template MakeRows<Config>(quantized, memory, warp - 2);
+      }
     } else if (threadIdx.x % 32 == 0) {
       if constexpr (Config::kCopiesStages) {
         if (warp == 1) Config::Weights::template CopyStages<Config>(quantized, memory);

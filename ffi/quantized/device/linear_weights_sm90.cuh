@@ -28,7 +28,8 @@ struct LinearWeights {
   using Tile = LineTile<kBits>;
   static constexpr DType kX = kX_;  // of x, and of floating scales
   static constexpr bool kHalf = kX == DType::kF16;
-  static constexpr bool kScaled = false, kHasXSums = false;  // scaled_lines_sm90.cuh
+  static constexpr bool kScaled = false, kHasXSums = false,
+                        kFloats = false;  // scaled_lines_sm90.cuh
   static constexpr bool kScalesSums = Codes::kScalesSums, kSixteens = false;
   static constexpr bool kHasSmall = kHalf ? Codes::kHasSmallHalves : Codes::kHasSmall;
   static constexpr float kFactor = kHalf ? Codes::kHalfUnit : Codes::kUnit;
@@ -93,7 +94,9 @@ struct LinearWeights {
       for (int slice = 0; slice < work.slices; slice += slices) {
         uint64_t* full = &memory.full[at.index];
         Wait(&memory.empty[at.index], at.parity ^ 1);
-        if constexpr (Config::Weights::kHasXSums) {
+        if constexpr (Config::Weights::kFloats) {
+          ArriveExpecting(full, bytes - slices * Config::SliceBytes(work.rows));
+        } else if constexpr (Config::Weights::kHasXSums) {
           const int count = (min(slices, work.slices - slice) + 1) / 2;
           ArriveExpecting(full, bytes + count * sum_bytes);
           for (int i = 0; i < count; ++i) {
@@ -103,7 +106,9 @@ struct LinearWeights {
         } else {
           ArriveExpecting(full, bytes);
         }
-        CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, k_tile);
+        if constexpr (!Config::Weights::kFloats) {
+          CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, k_tile);
+        }
 #pragma unroll
         for (int i = 0; i < 2 * Config::kBlocks; ++i) {
           const int group = i % 2, b = i / 2;

@@ -26,6 +26,7 @@ struct PackedTiles {
   static constexpr DType kX = kX_;
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;  // scales multiply sums: scaled_rows_sm90.cuh
+  static constexpr bool kFloats = false;  // x is float32: scaled_lines_sm90.cuh
   static constexpr float kFactor = kHalf ? Codes::kHalfFactor : Codes::kFactor;
   static constexpr float kSmallFactor = kHalf ? kFactor : Codes::kSmallFactor;
   static constexpr bool kHasSmall = kHalf ? Codes::kHasSmallHalves : Codes::kHasSmall;

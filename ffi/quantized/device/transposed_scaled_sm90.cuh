@@ -29,6 +29,11 @@ struct TransposedScaledTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   static constexpr bool kAdapters = false;  // adapter_sm90.cuh
 };
 
+template <typename Config>
+struct TransposedScaledFewRows;
+template <typename Config>
+struct TransposedScaledProducts;
+
 template <typename Traits>
 struct TransposedScaledSm90Config : Traits {
   using Traits::kRows, Traits::kCluster, Traits::kMostStages, Traits::kWarps;
@@ -53,6 +58,9 @@ struct TransposedScaledSm90Config : Traits {
   static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - 2 * 1024 - 2 * kStagedBytes;
   static constexpr int kStages = std::min(kFree / kStageBytes, kMostStages);
   static_assert(kStages >= 2 && kStagedBytes >= Epilogue::kBytes);
+  template <typename Config>
+  using ScaledProducts =
+      std::conditional_t<kWarps, TransposedScaledFewRows<Config>, TransposedScaledProducts<Config>>;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kSlices * kSliceBytesL];
@@ -251,8 +259,7 @@ struct TransposedScaledFewRows {
 
 template <typename Config>
 struct TransposedPartsOf<Config, true> {
-  using Products = std::conditional_t<Config::kWarps, TransposedScaledFewRows<Config>,
-                                      TransposedScaledProducts<Config>>;
+  using Products = typename Config::template ScaledProducts<Config>;
 
   __device__ static void CopyRows(const QuantizedGemmSm90& quantized,
                                   typename Config::SharedMemory& memory, int block) {

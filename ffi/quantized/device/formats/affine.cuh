@@ -155,6 +155,11 @@ struct LineCodes<Mode::kAffine, kBits> : LineCodesBase<Mode::kAffine, kBits> {
     return Round2<DType::kBF16>(values[0], values[1]);
   }
 
+  // Codes as the numbers that they are, for scaled_x_lines.cuh.
+  __device__ static uint32_t NumberPair(const uint32_t* codes, int p) {
+    return NumbersOf<kBits>(codes, p);
+  }
+
   // Puts scale and bias together, which take fewer registers so.
   __device__ static uint32_t NotSmall(Loaded& loaded) {
     loaded[0] |= loaded[1] << 16;

@@ -87,11 +87,13 @@ struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
   template <ScaleRange kRange>
   __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
     const uint32_t pair = Numbers<kRange>(codes, p);
-    if constexpr (kRange == ScaleRange::kSums) {  // bfloat16 holds them
-      return Permute(AsBits(Half<DType::kF16>(pair, 0)), AsBits(Half<DType::kF16>(pair, 1)),
-                     0x7632);
-    }
+    if constexpr (kRange == ScaleRange::kSums) return BFloat16Of(pair);
     return Scaled<DType::kBF16>(pair, word);
+  }
+
+  // Neighbours as the numbers that they are, for scaled_x_lines.cuh.
+  __device__ static uint32_t NumberPair(const uint32_t* codes, int p) {
+    return BFloat16Of(Numbers<ScaleRange::kAny>(codes, p));
   }
 
   // Infinite from 2^16 on.
@@ -106,6 +108,11 @@ struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
   __device__ static uint32_t Numbers(const uint32_t* codes, int p) {
     const uint32_t four = codes[p / 2];
     return HalvesOfE4M3(kRange == ScaleRange::kSums ? Permute(four, 0, 0x3120) : four, p % 2);
+  }
+
+  // bfloat16 holds them.
+  __device__ static uint32_t BFloat16Of(uint32_t pair) {
+    return Permute(AsBits(Half<DType::kF16>(pair, 0)), AsBits(Half<DType::kF16>(pair, 1)), 0x7632);
   }
 
   template <DType kTo>
