@@ -40,6 +40,8 @@ class Composed:
       batches_backward: whether a batch that is composed has the backward pass of ``vjp``, which
         does not ask what ``moves``. What is not batched then has a cotangent of each of the batch,
         which are added: not for weights.
+      each: whether a batch that would be composed is a call for each of it, one after the other,
+        where kernels take one and one fills a GPU.
       keeps_call: whether the value of a differentiated call remains one call. Otherwise it is the
         composition's, which shares what the derivative needs.
       sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
@@ -50,7 +52,7 @@ class Composed:
 
     def __init__(self, name: str, composed: Callable, call: Callable, *,
                  batch: Callable | None = None, batches_backward: bool = False,
-                 keeps_call: bool = False, sharded: Callable | None = None,
+                 each: bool = False, keeps_call: bool = False, sharded: Callable | None = None,
                  cost: Callable | None = None,
                  vjp: tuple[Callable, Callable] | None = None):  # fmt: skip
         self._composed, self._call, self._batched = composed, call, batch
@@ -58,6 +60,8 @@ class Composed:
         self._own_backward = None if vjp is None else OwnBackward(name, *vjp, _meaning_of)
         of_batch = functools.partial(_of_batch, name, composed, vjp, cost)
         self._of_batch = functools.cache(of_batch) if batches_backward else None
+        of_each = functools.partial(_of_each, name, composed, call)
+        self._of_each = functools.cache(of_each) if each else None
         self._traceable = functools.cache(
             lambda **static: jax.jit(functools.partial(composed, **static))
         )
@@ -133,6 +137,8 @@ class Composed:
         outs = None if self._batched is None else self._batched(size, operands, axes, **static)
         if outs is None and self._of_batch is not None:
             outs = self._of_batch(tree, tuple(dims))(*operands, **static)
+        if outs is None and self._of_each is not None and _fills_a_gpu(leaves, dims):
+            outs = self._of_each(tree, tuple(dims))(*operands, **static)
         if outs is None:
             outs = jax.vmap(functools.partial(_meaning, **params), in_axes=tuple(dims))(*leaves)
         outs = jax.tree.leaves(outs)
@@ -190,6 +196,41 @@ def _of_batch(name: str, composed: Callable, vjp, cost, tree, dims) -> Composed:
         name, of_each(composed), nothing, batches_backward=True, cost=cost,
         vjp=(of_each(forward), batched_backward),
     )  # fmt: skip
+    PRIMITIVES.discard(out.primitive)
+    return out
+
+
+#: So many numbers of an operand keep a GPU busy for longer than a turn of a loop takes.
+_FILLS = 1 << 20
+
+
+def _fills_a_gpu(leaves, dims) -> bool:
+    """Whether one of the batch does."""
+    sizes = (a.size // (1 if d is None else a.shape[d]) for a, d in zip(leaves, dims, strict=True))
+    return max(sizes) >= _FILLS
+
+
+def _of_each(name: str, composed: Callable, call: Callable, tree, dims) -> Composed:
+    """The batch of an operation, whose operands have their batch at ``dims``: the composition's,
+    or calls of each in a loop."""
+    axes = tree.unflatten(dims)
+
+    def composed_batch(*operands, **static):
+        return jax.vmap(functools.partial(composed, **static), in_axes=axes)(*operands)
+
+    def loop(platform, *operands, **static):
+        leaves = jax.tree.leaves(operands)
+        mapped = [jnp.moveaxis(a, d, 0) for a, d in zip(leaves, dims, strict=True) if d is not None]
+
+        def one(mapped):
+            own = iter(mapped)
+            given = (leaf if d is None else next(own) for leaf, d in zip(leaves, dims, strict=True))
+            return call(platform, *tree.unflatten(given), **static)
+
+        shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in mapped]
+        return None if jax.eval_shape(one, shapes) is None else jax.lax.map(one, mapped)
+
+    out = Composed(name, composed_batch, loop, keeps_call=True)
     PRIMITIVES.discard(out.primitive)
     return out
 

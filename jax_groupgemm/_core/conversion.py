@@ -22,11 +22,12 @@ def _any_problem(*_, mode: str = "", **__) -> Callable[..., problems.Conversion]
 
 
 def composed(name: str, definition: Callable, call: Callable, problem_of: Callable = _any_problem,
-             batch: Callable | None = None):  # fmt: skip
+             batch: Callable | None = None, each: bool = False):  # fmt: skip
     """The conversion ``definition(*operands, **static)`` of that name in ``choose.KERNELS``, which
     ``call`` makes as a custom call. ``problem_of(*operands, **static)`` makes the problem that
     kernels see, of the fields that every conversion has. ``batch(size, operands, axes)`` returns
-    the operands of a batch as those of one call."""
+    the operands of a batch as those of one call, or None; with ``each`` a batch that has none is a
+    call of each (``Composed``)."""
 
     def by_kernel(platform, *operands, **static):
         problem = problem_of(*operands, **static)(
@@ -35,10 +36,17 @@ def composed(name: str, definition: Callable, call: Callable, problem_of: Callab
         return None if choose.choose(problem) is None else call(*operands, **static)
 
     def batched(*given, **static):
-        return None if batch is None else out(*batch(*given), **static)
+        as_one = None if batch is None else batch(*given)
+        return None if as_one is None else out(*as_one, **static)
 
     out = Composed(
-        f"jgg_{name}", definition, by_kernel, batch=batched, keeps_call=True, cost=costs.conversion
+        f"jgg_{name}",
+        definition,
+        by_kernel,
+        batch=batched,
+        each=each,
+        keeps_call=True,
+        cost=costs.conversion,
     )
     return out
 
@@ -52,3 +60,20 @@ def in_batch(size: int, operands, axes):
     if scale is not None and not (scale_axis is None and scale.ndim == 0):
         scale = first(scale, scale_axis, size)
     return *arrays, scale
+
+
+def of_matrices(count: int):
+    """``batch`` of :func:`composed`, of operations whose first ``count`` operands are matrices
+    ``(..., R, C)`` and what each has, ``(...)``: a batch is more of them, if no other operand is
+    given."""
+
+    def batch(size: int, operands, axes):
+        if any(a is not None for a in operands[count:]):
+            return None
+        if operands[0].ndim - (axes[0] is not None) < 2:
+            return None
+        pairs = zip(operands[:count], axes[:count], strict=True)
+        arrays = (None if a is None else batching.first(a, d, size) for a, d in pairs)
+        return *arrays, *operands[count:]
+
+    return batch

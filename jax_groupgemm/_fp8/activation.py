@@ -105,5 +105,9 @@ def _problem(h, *_, activation: str):
     )  # fmt: skip
 
 
-_ACTIVATION = conversion.composed("fp8_activation", _activation, _activation_call, _problem)
-_BACKWARD = conversion.composed("fp8_activation_backward", _backward, _backward_call, _problem)
+_ACTIVATION = conversion.composed(
+    "fp8_activation", _activation, _activation_call, _problem, each=True
+)
+_BACKWARD = conversion.composed(
+    "fp8_activation_backward", _backward, _backward_call, _problem, each=True
+)

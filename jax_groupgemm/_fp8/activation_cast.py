@@ -173,9 +173,9 @@ def _problem(h, activation: str):
 
 _ACTIVATION = conversion.composed(
     "fp8_activation_cast", _activation, _activation_call,
-    lambda h, *_, activation: _problem(h, activation),
+    lambda h, *_, activation: _problem(h, activation), each=True,
 )  # fmt: skip
 _BACKWARD = conversion.composed(
     "fp8_activation_cast_backward", _backward, _backward_call,
-    lambda h, *_, activation, element: _problem(h, activation),
+    lambda h, *_, activation, element: _problem(h, activation), each=True,
 )  # fmt: skip

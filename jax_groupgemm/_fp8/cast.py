@@ -138,7 +138,11 @@ def _problem_of_largest(x, group_sizes, wanted):
     return problem(x, math.prod(x.shape[:-1]), 0)
 
 
-_CAST = conversion.composed("fp8_cast", _codes, conversion_calls.cast, _problem_of_codes)
+_CAST = conversion.composed(
+    "fp8_cast", _codes, conversion_calls.cast, _problem_of_codes,
+    batch=conversion.of_matrices(2), each=True,
+)  # fmt: skip
 _LARGEST = conversion.composed(
-    "fp8_largest", _largest, conversion_calls.largest, _problem_of_largest
-)
+    "fp8_largest", _largest, conversion_calls.largest, _problem_of_largest,
+    batch=conversion.of_matrices(1), each=True,
+)  # fmt: skip

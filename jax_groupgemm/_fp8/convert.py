@@ -194,10 +194,14 @@ def _problem_of_codes(codes, scales, *, block, **__):
     )
 
 
-_QUANTIZE = conversion.composed("fp8_quantize", _definition, conversion_calls.quantize, _problem)
+_QUANTIZE = conversion.composed(
+    "fp8_quantize", _definition, conversion_calls.quantize, _problem,
+    batch=conversion.of_matrices(1), each=True,
+)  # fmt: skip
 _DEQUANTIZE = conversion.composed(
-    "fp8_dequantize", blocks.dequantize, conversion_calls.dequantize, _problem_of_codes
-)
+    "fp8_dequantize", blocks.dequantize, conversion_calls.dequantize, _problem_of_codes,
+    batch=conversion.of_matrices(2),
+)  # fmt: skip
 
 
 def _asked_for(used, eqn):

@@ -249,7 +249,7 @@ def _cost(operands, values, outs, *, product: Mm, **_) -> Cost:
     return cost + costs.bias_cost(options.bias, rows, weights) + more
 
 
-_MM = Composed("jgg_fp8_grouped_mm", _composed, _call, keeps_call=True, cost=_cost)
+_MM = Composed("jgg_fp8_grouped_mm", _composed, _call, each=True, keeps_call=True, cost=_cost)
 
 
 def decoded(q: Quantized, implementation: str | None) -> jax.Array:

@@ -265,10 +265,10 @@ def _cost(operands, values, outs, **_) -> Cost:
     return Cost(2 * count * k * n, codes + costs.bytes_of((sizes, existing_out, outs)))
 
 
-_WGRAD = Composed("jgg_fp8_grouped_wgrad", _composed, _call, keeps_call=True, cost=_cost)
+_WGRAD = Composed("jgg_fp8_grouped_wgrad", _composed, _call, each=True, keeps_call=True, cost=_cost)
 _OF_MATRICES = Composed(
-    "jgg_fp8_grouped_wgrad_of_matrices", _matrices_composed, _matrices_call, keeps_call=True,
-    cost=_matrices_cost,
+    "jgg_fp8_grouped_wgrad_of_matrices", _matrices_composed, _matrices_call, each=True,
+    keeps_call=True, cost=_matrices_cost,
 )  # fmt: skip
 
 

@@ -185,5 +185,5 @@ _OWN = conversion.composed(
     "fp8_cast_own", _own, conversion_calls.cast_own,
     lambda x, *, axes, **_: cast.problem(
         x, math.prod(x.shape[:-1]), x.shape[-2] if -2 in axes else 0
-    ),
+    ), batch=conversion.of_matrices(1), each=True,
 )  # fmt: skip

@@ -118,8 +118,8 @@ def _by_kernels(run: Callable) -> Callable:
     return call
 
 
-_FORWARD = Composed("jgg_experts_forward", _pass_forward, _by_kernels(_pass_forward))
-_BACKWARD = Composed("jgg_experts_backward", _pass_backward, _by_kernels(_pass_backward))
+_FORWARD = Composed("jgg_experts_forward", _pass_forward, _by_kernels(_pass_forward), each=True)
+_BACKWARD = Composed("jgg_experts_backward", _pass_backward, _by_kernels(_pass_backward), each=True)
 
 
 # ---- one operation ------------------------------------------------------------------------------

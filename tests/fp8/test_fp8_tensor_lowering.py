@@ -223,3 +223,48 @@ def test_layer(name, transpose_w):
     gathered = re.findall(r"stablehlo.gather.* -> tensor<([^>]*)>", text)
     assert gathered
     assert not [shape for shape in gathered if f"x{d}x" in shape]
+
+
+@pytest.mark.parametrize("name", ["block", "delayed"])
+def test_a_batch_of_layers_is_calls_of_each(name):
+    """One after the other, where one fills a GPU. Where it does not, the batch is one program."""
+    batch, d, f, e, k = 3, 256, 128, 4, 2
+    recipe = RECIPES.get(name, jgg.FP8Recipe())
+    states = (jax.eval_shape(jgg.FP8State.new),) * 2 if name == "delayed" else None
+
+    def step(x, up, down, index, weight, ct, states):
+        run = lambda x, up, down, weight, states: jgg.moe_mlp(
+            x, up, down, index, weight, recipe=recipe, state=states
+        )
+        out, pull = jax.vjp(run, x, up, down, weight, states)
+        return out, pull(ct)
+
+    def kernels(tokens):
+        of = lambda *shape, dtype="bfloat16": array(batch, *shape, dtype=dtype)
+        operands = (
+            of(tokens, d), array(e, d, 2 * f, dtype="bfloat16"), of(e, f, d),
+            of(tokens, k, dtype="int32"), of(tokens, k, dtype="float32"), of(tokens, d), states,
+        )  # fmt: skip
+        axes = (0, None, 0, 0, 0, 0, None)
+        text = cuda_text(jax.vmap(step, axes), *operands)
+        return Counter(name for name, *_ in calls(text)), text
+
+    few, _ = kernels(64)
+    assert "fp8_grouped_mm" not in few
+    many, text = kernels(4096)
+    assert many["fp8_grouped_mm"] == 4
+    assert many["fp8_grouped_wgrad"] == 2
+    assert not {name for name in many if name in ("mm", "wgrad", "qmm_fp8")}
+    assert "stablehlo.while" in text
+
+
+def test_a_batch_of_matrices_is_one_call():
+    """Of casts whose rows have no groups."""
+    x = array(2, G, 160, K, dtype="bfloat16")
+    ((name, _, results, _),) = calls(cuda_text(jax.vmap(tensors.quantized_both), x))
+    assert name == "fp8_cast"
+    assert results[:3] == [f"{2 * G}x160x{K}xf8E4M3FN", f"{2 * G}x{K}x160xf8E4M3FN", f"{2 * G}xf32"]
+    squares = functools.partial(jgg.fp8_quantize, block=(128, 128))
+    ((name, _, results, _),) = calls(cuda_text(jax.vmap(squares), x))
+    assert name == "fp8_quantize"
+    assert results[0] == f"{2 * G}x160x{K}xf8E4M3FN"
