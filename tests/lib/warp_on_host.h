@@ -13,6 +13,8 @@ inline char* DynamicMemory() {
   return memory;
 }
 
+inline uint32_t Forgotten(uint32_t number) { return number; }
+
 // The values of all lanes.
 template <typename T>
 std::array<T, 32> AllLanes(T value) {

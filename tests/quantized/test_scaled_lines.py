@@ -67,7 +67,7 @@ def test_values(rng, rows, bits, k, group, scales):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize(("rows", "group"), [(1, 64), (2, 64), (1, 32), (2, 32)])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_rows_of_float32(rng, rows, bits, group):
     q = oracle.random_quantized(rng, (80, 320), "affine", bits, group, "float32")
     x = jnp.asarray(rng.standard_normal((rows, 320)), jnp.float32)

@@ -177,7 +177,8 @@ class TilesSm90 {
   __device__ static int TileRows(int length) {
     const int tiles =
         kStacked ? (length + 2 * kRows - 1) / (2 * kRows) * 2 : (length + kRows - 1) / kRows;
-    return (Divide(length - 1, max(tiles, 1)) + 8) / 8 * 8;
+    constexpr int kWhole = kRows < 8 ? kRows : 8;
+    return (Divide(length - 1, max(tiles, 1)) + kWhole) / kWhole * kWhole;
   }
 
   __device__ static int RowTiles(int length) {

@@ -21,8 +21,7 @@ namespace jgg::device {
 // together (quantized/gemm_sm90.h).
 constexpr int kScaledLinesRows = 8;
 
-// Rows of float32 that become those of a tile: four of each, of which its three planes are the
-// first.
+// Rows of float32 of a tile, which become four rows each, of which its three planes are the first.
 constexpr int kFloatLinesRows = 2, kRowsOfFloat = 4;
 
 // How float32 rows become rows of planes, in that order: each piece of 16 bytes has eight k of 128.
@@ -51,12 +50,12 @@ struct OrderedPlanes {
 
   // Where a piece of row `row` of a tile goes, in two slices of x.
   JGG_HOST_DEVICE static int PlaceOf(int piece, int row) {
-    return piece / 8 * kScaledLinesRows * 128 + row * 128 + ((piece % 8) ^ row) * 16;
+    return (piece / 8 * kScaledLinesRows + row) * 128 + ((piece % 8) ^ row) * 16;
   }
 };
 
-// A tile's sums, as ScaledLinesProduct::Finish gives them, of rows of float32: lanes that divide by
-// four have both.
+// A tile's sums, as ScaledLinesProduct::Finish gives them, become those of two rows of float32: the
+// first lane of a quad has both.
 __device__ inline void AddPlanesOfRows(float* sums) {
   const bool odd = threadIdx.x % 2 == 1;
 #pragma unroll
@@ -89,8 +88,10 @@ class ScaledLinesProduct {
   // The warp's columns begin with `column`, of n in `weight`. A weight below 0 has no codes.
   __device__ ScaledLinesProduct(const Quantized& quantized, int n, int weight, int column, int k)
       : quantized_(quantized) {
-    const int lane = threadIdx.x % 32, quad = lane % 4, slot = lane / 4, row = slot % kRowsEach;
-    line_ = threadIdx.x % 128 / 32 * 16 + slot;
+    // A kernel has many of these, of which it should not keep what all tiles have in common.
+    const int thread = Forgotten(threadIdx.x);
+    const int lane = thread % 32, quad = lane % 4, slot = lane / 4, row = slot % kRowsEach;
+    line_ = thread % 128 / 32 * 16 + slot;
     has_x_ = slot / kRowsEach == quad / kShare;
     // Lines of 128 bytes, whose pieces of 16 are swizzled by the row.
     x_first_ = quad / 2 * kSliceBytes + row * 128 + ((quad % 2 * 4) ^ row) * 16;
@@ -178,8 +179,8 @@ class ScaledLinesProduct {
     return read;
   }
 
-  // The sums of all k, as MultiplyWarp has them: those of rows 2 * (lane % 4) and the next one, of
-  // both columns. Rows that are not there have any.
+  // The sums of all k, as MultiplyWarp has them: of eight rows those of 2 * (lane % 4) and the next
+  // one, of both columns. Rows that are not there have any.
   __device__ void Finish(float* out) const {
     const int quad = threadIdx.x % 4;
     const bool upper = quad / 2 == 1, odd = quad % 2 == 1;

@@ -25,15 +25,15 @@ struct ScaledLinesProducts {
   __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
                                       const Work& work, int group, Stage& at, Sums& sums) {
     const auto loops = [&](auto floats) {
-      const bool few = work.rows <= (Weights::kFloats ? 1 : 4);
-      if (quantized.scale_shift == 5) {  // 32 k
-        if (few)
-          return MultiplySlices<1, 2, floats.value>(quantized, memory, work, group, at, sums);
-        MultiplySlices<1, 4, floats.value>(quantized, memory, work, group, at, sums);
+      const auto loop = [&](auto share, auto count) {
+        MultiplySlices<share.value, count.value, floats.value>(quantized, memory, work, group, at,
+                                                               sums[0]);
+      };
+      const bool small = quantized.scale_shift == 5;  // groups of 32 k
+      if (work.rows <= (Weights::kFloats ? 1 : 4)) {
+        small ? loop(Constant<1>{}, Constant<2>{}) : loop(Constant<2>{}, Constant<1>{});
       } else {
-        if (few)
-          return MultiplySlices<2, 1, floats.value>(quantized, memory, work, group, at, sums);
-        MultiplySlices<2, 2, floats.value>(quantized, memory, work, group, at, sums);
+        small ? loop(Constant<1>{}, Constant<4>{}) : loop(Constant<2>{}, Constant<2>{});
       }
     };
     if (quantized.packed.float_scales) {
@@ -46,8 +46,8 @@ struct ScaledLinesProducts {
  private:
   template <int kShare, int kCount, PackedFloats kFloats, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
-                                        const Work& work, int group, Stage& at, Sums& result) {
-    float (&sums)[kBlockSums] = result[0];
+                                        const Work& work, int group, Stage& at,
+                                        float (&sums)[kBlockSums]) {
     constexpr int kAhead = Config::kSlices / 2;
     using Product =
         ScaledLinesProduct<QuantizedGemmSm90, Weights::kBits, kShare, kCount, kFloats, kAhead>;
@@ -150,7 +150,7 @@ struct FloatLines : ScaledLines<kBits> {
   }
 };
 
-// Its traits have kRows = 32, which boxes of x follow from; its tiles have 8.
+// Its traits have kRows = 32, which boxes of x follow from; its tiles have 8, or 2 of float32.
 template <typename Traits>
 struct ScaledLinesSm90Config : QuantizedGemmSm90Config<Traits> {
   using Base = QuantizedGemmSm90Config<Traits>;

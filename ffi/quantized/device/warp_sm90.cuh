@@ -17,6 +17,12 @@ __device__ inline char* DynamicMemory() {
   return memory;
 }
 
+// A number of which the compiler knows nothing: what follows from it is computed again.
+__device__ inline uint32_t Forgotten(uint32_t number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // Four 8 x 8 matrices of bfloat16: lane l names a row of matrix l / 8.
 __device__ inline void LoadMatrices(uint32_t address, uint32_t (&to)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
