@@ -117,7 +117,7 @@ struct LineScales {
   // Of float32 scales: whether they end in so many zero bits as codes have, so that products with
   // numbers of so many are exact.
   bool exact = false;
-  // Whether each bias is -2^(bits - 1) scales, so that `above` is exact.
+  // And whether `above` is exact.
   bool has_above = false;
 };
 
@@ -139,7 +139,7 @@ void ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
     return;
   }
   constexpr bool kAbove = kScale == ScaleType::kScaleAndBias && HasAbove<kBits>();
-  Ints last = {}, other = {};
+  Ints last = {}, rounded = {};
   const auto read = [&](auto load) {
     for (int l = 0; l < kLinesTogether; ++l) {
       for (int64_t i = 0; i < groups; i += kLanes) {
@@ -148,11 +148,9 @@ void ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
         Store(out->second[l] + i, scale.second);
         last |= Bits(scale.first);
         if constexpr (kAbove) {
-          constexpr float kHalf = 1 << (kBits - 1);
-          Store(out->above[l] + i, scale.first * All(-3 * kHalf));
-          other |= Bits(scale.first * All(-kHalf)) ^ Bits(scale.second);
-          // Beyond 2^117 `above` may be infinite.
-          other |= Less(All(0x7a000000), Bits(scale.first) & INT32_MAX);
+          const Vector lower = scale.first * All(float{1 << kBits}), above = scale.second - lower;
+          Store(out->above[l] + i, above);
+          rounded |= (above + lower != scale.second) | (scale.second - above != lower);
         }
       }
     }
@@ -185,7 +183,7 @@ void ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
     });
   }
   out->exact = !AnyNegative(-(last & ((1 << kBits) - 1)));
-  if constexpr (kAbove) out->has_above = out->exact && !AnyNegative(Less(Ints{}, other) | other);
+  if constexpr (kAbove) out->has_above = out->exact && !AnyNegative(rounded);
 }
 
 // Whole groups of `kVectors` registers, of which kMost at a time have their numbers in registers.
@@ -255,7 +253,7 @@ bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count,
       }
       const auto decode = [&](auto vectors) {
         constexpr int kVectors = decltype(vectors)::value;
-        // Scales of GGUF's types have 18 digits at most. Codes of Q6_K and Q5_0 have a middle.
+        // Scales of GGUF's types have 18 digits at most.
         if constexpr (kScale == ScaleType::kScaleAndBias && HasAbove<kBits>()) {
           if (scales.has_above) {
             using Above = Decoding<typename D::Format, D::kRounds, true, true>;

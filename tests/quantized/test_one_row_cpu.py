@@ -79,26 +79,28 @@ def test_each_number_meets_its_code():
 
 
 @pytest.mark.parametrize("bits", [5, 6])
-def test_codes_with_a_middle(bits, rng):
-    """Where biases are ``-2**(bits - 1)`` scales, as Q6_K has them, values have the same bits."""
-    groups, each, k, group = 7, 4, 256, 16 if bits == 6 else 32
-    half = np.float32(2 ** (bits - 1))
-    scale = np.full((groups, each, k // group), 0.37109375, np.float32)
+def test_lower_biases(bits, rng):
+    """Numbers that are ``2**bits`` larger have biases as much lower, where those are exact."""
+    kinds, each, k, group = 9, 4, 256, 16 if bits == 6 else 32
+    middle = np.float32(2 ** (bits - 1))
+    scale = np.full((kinds, each, k // group), 0.37109375, np.float32)
     scale *= rng.choice([-1, 1], scale.shape)
-    scale[1] = 2.0**127 / half  # 2^bits more than such a bias is beyond float32
+    scale[1] = 2.0**127 / middle  # a lower bias is beyond float32
     scale[2] = 0.3  # of 24 bits
     scale[3] = 2.0**-110
     scale[4, 0, 3] = np.nan
-    bias = -half * scale
-    bias[5, 3] += 0.25
-    bias[6] *= 2
-    codes = rng.integers(0, 2**32, (groups * each, k * bits // 32), np.uint32)
-    of = lambda a: jnp.asarray(a.reshape(groups * each, -1))
+    bias = -middle * scale
+    bias[5] = 0.1  # of 24 bits
+    bias[6, 3, 1] = 2.0**-30
+    bias[7, 2, 2] = np.inf
+    bias[8] = 0
+    codes = rng.integers(0, 2**32, (kinds * each, k * bits // 32), np.uint32)
+    of = lambda a: jnp.asarray(a.reshape(kinds * each, -1))
     q = jgg.Quantized(
         jnp.asarray(codes), of(scale), of(bias), mode="affine", bits=bits, group_size=group
     )
     want = np.array(jgg.dequantize(q, "float32"))
-    want[np.isnan(want).any(1)] = np.nan
+    want[~np.isfinite(want).all(1)] = np.nan
     for i in (0, 17, 100, 255):
         got = jgg.quantized_matmul(jnp.zeros((1, k)).at[0, i].set(1.0), q)
         np.testing.assert_array_equal(got[0], want[:, i])
