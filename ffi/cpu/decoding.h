@@ -49,9 +49,11 @@ inline Vector LoadE4M3(const uint8_t* at) {
 }
 
 // The numbers of the next kLanes codes, in order or in InnerOrder.
-template <CodeType kCode, int kBits, bool kInner>
+template <CodeType kCode, int kBits, bool kInner, bool kAbove>
 Vector LoadNumbers(const uint8_t* at) {
-  if constexpr (kCode == CodeType::kE4M3) {
+  if constexpr (kAbove) {
+    return LoadAbove<kBits>(at);
+  } else if constexpr (kCode == CodeType::kE4M3) {
     static_assert(kBits == 8 && InnerOrder<kBits>(1) == 1);
     return LoadE4M3(at);
   } else {
@@ -85,12 +87,12 @@ struct AllNumbers {
 };
 
 // How codes become values: rounded to a dtype, or not; kExact: products with scales are exact,
-// because those have 16 bits.
-template <typename Format_, DType kRounds_, bool kExact_>
+// because those have 16 bits; kAbove: numbers are those of LoadAbove, and biases as much lower.
+template <typename Format_, DType kRounds_, bool kExact_, bool kAbove_ = false>
 struct Decoding {
   using Format = Format_;
   static constexpr DType kRounds = kRounds_;
-  static constexpr bool kExact = kExact_;
+  static constexpr bool kExact = kExact_, kAbove = kAbove_;
 };
 
 // A group's scale. Numbers become values by a product with `first`, then by the sum with `second`,
@@ -138,7 +140,7 @@ class Group {
     if constexpr (kLooksUp) {
       return Look(table_, kInner ? LoadInnerCodes<kBits>(at) : LoadCodes<kBits>(at));
     } else {
-      return ValueOf<D>(LoadNumbers<Format::kCode, kBits, kInner>(at), scale_);
+      return ValueOf<D>(LoadNumbers<Format::kCode, kBits, kInner, D::kAbove>(at), scale_);
     }
   }
 

@@ -113,13 +113,18 @@ struct ToRowOfSums {
 // Scales of lines that are read together, at one address: a loop has few registers for addresses.
 struct LineScales {
   alignas(64) float first[kLinesTogether][kMostGroups], second[kLinesTogether][kMostGroups];
+  alignas(64) float above[kLinesTogether][kMostGroups];  // biases of LoadAbove's numbers
+
+  // Of float32 scales: whether they end in so many zero bits as codes have, so that products with
+  // numbers of so many are exact.
+  bool exact = false;
+  // And whether `above` is exact.
+  bool has_above = false;
 };
 
 // Those of groups [group, group + groups) of lines from `line` on. NaN as ReadScales has it.
-// Returns whether float32 scales end in kZeros zero bits, so that products with numbers of so many
-// are exact.
-template <ScaleType kScale, bool kAnyNan, int kZeros>
-bool ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t groups,
+template <ScaleType kScale, bool kAnyNan, int kBits>
+void ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t groups,
                     LineScales* out) {
   const int64_t size = kScale == ScaleType::kScaleAndBias ? SizeOf(lines.scale_dtype) : 1;
   const int64_t stride = lines.line_scales * size;
@@ -132,9 +137,10 @@ bool ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
       memcpy(out->first[l], some.first, sizeof out->first[l]);
       memcpy(out->second[l], some.second, sizeof out->second[l]);
     }
-    return false;
+    return;
   }
-  Ints last = {};
+  constexpr bool kAbove = kScale == ScaleType::kScaleAndBias && HasAbove<kBits>();
+  Ints last = {}, rounded = {};
   const auto read = [&](auto load) {
     for (int l = 0; l < kLinesTogether; ++l) {
       for (int64_t i = 0; i < groups; i += kLanes) {
@@ -142,6 +148,11 @@ bool ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
         Store(out->first[l] + i, scale.first);
         Store(out->second[l] + i, scale.second);
         last |= Bits(scale.first);
+        if constexpr (kAbove) {
+          const Vector lower = scale.first * All(float{1 << kBits}), above = scale.second - lower;
+          Store(out->above[l] + i, above);
+          rounded |= (above + lower != scale.second) | (scale.second - above != lower);
+        }
       }
     }
   };
@@ -172,7 +183,8 @@ bool ReadLineScales(const Lines& lines, int64_t line, int64_t group, int64_t gro
       return LoadScales<kScale>(lines, scales + at, scales + at, factor);
     });
   }
-  return !AnyNegative(-(last & ((1 << kZeros) - 1)));
+  out->exact = !AnyNegative(-(last & ((1 << kBits) - 1)));
+  if constexpr (kAbove) out->has_above = out->exact && !AnyNegative(rounded);
 }
 
 // Whole groups of `kVectors` registers, of which kMost at a time have their numbers in registers.
@@ -191,7 +203,8 @@ void DecodeTogether(const LineScales& scales, int64_t groups, const uint8_t* at,
         auto some = to.template Begin<kSome>();
 #pragma GCC unroll 4
         for (int l = 0; l < kLinesTogether; ++l) {
-          const Group<D> values({All(scales.first[l][g]), All(scales.second[l][g])});
+          const auto& second = D::kAbove ? scales.above : scales.second;
+          const Group<D> values({All(scales.first[l][g]), All(second[l][g])});
 #pragma GCC unroll 16
           for (int i = 0; i < kSome; ++i) {
             to.template Add<kSome>(some, l, i,
@@ -230,8 +243,7 @@ bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count,
     for (int64_t group = first >> lines.group_bits; group < end;) {
       const int64_t groups = Min(kMostGroups, end - group), codes = groups * lines.group;
       LineScales scales;
-      const bool exact = ReadLineScales < kScale, D::kRounds == DType::kF32,
-                 kBits > (lines, line, group, groups, &scales);
+      ReadLineScales<kScale, D::kRounds == DType::kF32, kBits>(lines, line, group, groups, &scales);
       if constexpr (kScale == ScaleType::kScaleAndBias) {
         const int64_t size = SizeOf(lines.scale_dtype);
         for (int l = 0; l < kLinesTogether; ++l) {
@@ -242,9 +254,16 @@ bool DecodeLines(const Lines& lines, int64_t line, int64_t first, int64_t count,
       }
       const auto decode = [&](auto vectors) {
         constexpr int kVectors = decltype(vectors)::value;
+        // Scales of GGUF's types have 18 digits at most.
+        if constexpr (kScale == ScaleType::kScaleAndBias && HasAbove<kBits>()) {
+          if (scales.has_above) {
+            using Above = Decoding<typename D::Format, D::kRounds, true, true>;
+            DecodeTogether<Above, kVectors>(scales, groups, at, lines.line_bytes, ahead.codes, to);
+            return;
+          }
+        }
         if constexpr (kScale == ScaleType::kScaleAndBias && !D::kExact) {
-          // Scales of GGUF's types have 17 digits at most.
-          if (exact) {
+          if (scales.exact) {
             using Exact = Decoding<typename D::Format, D::kRounds, true>;
             DecodeTogether<Exact, kVectors>(scales, groups, at, lines.line_bytes, ahead.codes, to);
             return;

@@ -339,6 +339,44 @@ inline Vector LoadInInnerOrder(const float* at) {
   return Load(at);
 }
 
+// Whether LoadAbove takes less than LoadCodes and a conversion.
+template <int kBits>
+constexpr bool HasAbove() {
+#if defined(__AVX512F__)
+  return kBits == 5 || kBits == 6;
+#else
+  return false;
+#endif
+}
+
+// 2^kBits + code of kLanes codes: codes are the first bits of the fraction. Reads no more than
+// LoadCodes.
+template <int kBits>
+inline Vector LoadAbove(const uint8_t* at) {
+  static_assert(HasAbove<kBits>());
+#if defined(__AVX512F__)
+  struct Plan {
+    alignas(64) int32_t bytes[kLanes], shift[kLanes];
+    constexpr Plan() : bytes(), shift() {
+      for (int i = 0; i < kLanes; ++i) {
+        const int byte = i * kBits / 8;  // it and the next one become bits 8 to 23
+        bytes[i] = 0x80 | byte << 8 | (byte + 1) << 16 | static_cast<int>(0x80000000u);
+        shift[i] = 23 - kBits - 8 - i * kBits % 8;
+      }
+    }
+  };
+  static constexpr Plan kPlan;
+  const __m512i row = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  const __m512i codes = _mm512_sllv_epi32(_mm512_shuffle_epi8(row, _mm512_load_si512(kPlan.bytes)),
+                                          _mm512_load_si512(kPlan.shift));
+  const __m512i fraction = _mm512_set1_epi32(((1 << kBits) - 1) << (23 - kBits));
+  const __m512i exponent = _mm512_set1_epi32((127 + kBits) << 23);
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(codes, fraction, exponent, 0xea));
+#else
+  return Vector{};
+#endif
+}
+
 // table[low bits of index], of kParts * kLanes numbers; a smaller table is there several times.
 template <int kParts>
 inline Vector Look(const Vector (&table)[kParts], Ints index) {

@@ -90,13 +90,16 @@ SomeWeight SomeWeightOf(int64_t groups, int64_t lines) {
   const std::vector<int64_t> shape{groups, w.Blocks(), w.LineScales()};
   w.scales = std::make_unique<Array>(scale_dtype, shape);
   if (affine) w.biases = std::make_unique<Array>(scale_dtype, shape);
+  const bool has_middle = Below(2);  // a code that is zero
   for (int64_t i = 0; i < w.scales->count; ++i) {
     if (scale_dtype == XLA_FFI_DataType_U8) {
       w.scales->data[i] =
           static_cast<char>(format.scale == jgg::ScaleType::kE4M3 ? Below(0x50) : 110 + Below(20));
     } else {
       w.scales->Set(i, (Below(2001) - 1000) / 65536.0f);
-      if (affine) w.biases->Set(i, (Below(2001) - 1000) / 1024.0f);
+      const int half = 1 << (format.bits - 1);
+      const float bias = (Below(2001) - 1000) / 1024.0f;
+      if (affine) w.biases->Set(i, has_middle ? -half * w.scales->Get(i) : bias);
     }
   }
   w.factor = std::make_unique<Array>(XLA_FFI_DataType_F32, std::vector<int64_t>{groups});

@@ -76,3 +76,31 @@ def test_each_number_meets_its_code():
     np.testing.assert_array_equal(jgg.quantized_matmul(x, q)[0], 5 * x[0])
     down = jgg.quantized_matmul(x, q, transpose_w=False)
     np.testing.assert_array_equal(down[0], 5 * x[0])
+
+
+@pytest.mark.parametrize("bits", [5, 6])
+def test_lower_biases(bits, rng):
+    """Numbers that are ``2**bits`` larger have biases as much lower, where those are exact."""
+    kinds, each, k, group = 9, 4, 256, 16 if bits == 6 else 32
+    middle = np.float32(2 ** (bits - 1))
+    scale = np.full((kinds, each, k // group), 0.37109375, np.float32)
+    scale *= rng.choice([-1, 1], scale.shape)
+    scale[1] = 2.0**127 / middle  # a lower bias is beyond float32
+    scale[2] = 0.3  # of 24 bits
+    scale[3] = 2.0**-110
+    scale[4, 0, 3] = np.nan
+    bias = -middle * scale
+    bias[5] = 0.1  # of 24 bits
+    bias[6, 3, 1] = 2.0**-30
+    bias[7, 2, 2] = np.inf
+    bias[8] = 0
+    codes = rng.integers(0, 2**32, (kinds * each, k * bits // 32), np.uint32)
+    of = lambda a: jnp.asarray(a.reshape(kinds * each, -1))
+    q = jgg.Quantized(
+        jnp.asarray(codes), of(scale), of(bias), mode="affine", bits=bits, group_size=group
+    )
+    want = np.array(jgg.dequantize(q, "float32"))
+    want[~np.isfinite(want).all(1)] = np.nan
+    for i in (0, 17, 100, 255):
+        got = jgg.quantized_matmul(jnp.zeros((1, k)).at[0, i].set(1.0), q)
+        np.testing.assert_array_equal(got[0], want[:, i])
