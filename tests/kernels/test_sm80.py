@@ -100,7 +100,7 @@ def test_epilogues(rng, implementation, k, transpose_w, activation):
 def test_gated_alone(rng, implementation, k, transpose_w, activation):
     """No option beside the activation: a thread has a result's gate and value. Half of N ends
     within a warp's columns."""
-    x, w, n = operands(rng, implementation, k, "bfloat16", transpose_w)
+    x, w, _ = operands(rng, implementation, k, "bfloat16", transpose_w)
     x = x / k**0.5
     out = product(x, w, implementation, transpose_w=transpose_w, activation=activation)
     gate, up = np.split(oracle.grouped_mm(x, w, SIZES, transpose_w=transpose_w), 2, axis=1)
@@ -116,7 +116,7 @@ def test_gated_alone(rng, implementation, k, transpose_w, activation):
 @pytest.mark.one_in(4)
 def test_preactivation(rng, implementation, k, transpose_w, dtype):
     """The sums, rounded, and the activation of those: of rows of no group, zeros."""
-    x, w, n = operands(rng, implementation, k, dtype, transpose_w)
+    x, w, _ = operands(rng, implementation, k, dtype, transpose_w)
     x = x / k**0.5
     mm = Mm(
         rows=ROWS, out_dtype=jnp.dtype(dtype), transpose_w=transpose_w,
