@@ -3,6 +3,7 @@
 
 #include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/shapes.h"
+#include "grouped_mm/up_and_down_sm90.h"
 
 namespace jgg {
 
@@ -80,6 +81,29 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
     }
   }
   return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
+}
+
+bool mm_sm90_has_up_and_down(const MmArgs& up, const MmArgs& down) {
+  constexpr int kTile = 32;
+  const auto has = [&](const MmArgs& args) {
+    return args.planes == 1 && args.plan.tile == kTile && args.plan.rows == rules::RowsBy::kOrder &&
+           args.out_dtype == args.dtype;
+  };
+  const Epilogue& gate = up.epilogue;
+  return has(up) && has(down) &&
+         DescribeOperands(up).r_k_major == DescribeOperands(down).r_k_major &&
+         IsGated(gate.activation) && gate.bias == nullptr && gate.row_scale == nullptr &&
+         !gate.accumulate && gate.preactivation == nullptr && !down.epilogue.Any() &&
+         HasTilesOfBoth(MakeGemm(down));
+}
+
+cudaError_t mm_sm90_up_and_down(cudaStream_t stream, const MmArgs& up, const MmArgs& down,
+                                int32_t* turns) {
+#ifdef JGG_SM90
+  DenseUpAndDownSm90 both{{MakeGemm(up), MakeGemm(down)}, turns};
+  return LaunchDenseUpAndDownSm90(stream, both, DescribeOperands(up), DescribeOperands(down));
+#endif
+  return cudaErrorNoKernelImageForDevice;
 }
 
 cudaError_t mm_backward_sm90(cudaStream_t stream, const MmArgs& args,

@@ -21,6 +21,12 @@ rules::PlanSm90 mm_sm90_plan(const MmArgs& args);
 
 cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args);
 
+// Two products in one kernel, the second of which has the first one's result for x: whether there
+// is one that follows their plans, and its launch. `turns`: see up_and_down_sm90.h.
+bool mm_sm90_has_up_and_down(const MmArgs& up, const MmArgs& down);
+cudaError_t mm_sm90_up_and_down(cudaStream_t stream, const MmArgs& up, const MmArgs& down,
+                                int32_t* turns);
+
 // What a mixture's backward pass has beside a product whose sums are the cotangent of
 // row_scale * swiglu(h), and makes in place of them: see by_list_sm90.h.
 struct DownBackwardArgs {

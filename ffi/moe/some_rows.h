@@ -17,6 +17,9 @@ struct SomeRows {
   int32_t* sizes;         // (experts,)
   int32_t tokens, k, experts;
   int32_t pieces;  // of 16 bytes in a line
+  // Become zeros: what both products in one kernel count (quantized/up_and_down_sm90.h).
+  int32_t* turns = nullptr;
+  int32_t turns_count = 0;
 };
 
 }  // namespace jgg

@@ -1,5 +1,5 @@
 // CUDA handlers of some tokens' experts on Hopper: bind, check, launch. Rows are sorted by expert,
-// multiplied twice and added up, by four kernels.
+// multiplied twice and added up, by three or four kernels.
 #include <string>
 
 #include "common/arch.h"
@@ -12,6 +12,7 @@
 #include "quantized/gemm_sm90.h"
 #include "quantized/packed_bind.h"
 #include "quantized/qmm_bind.h"
+#include "quantized/up_and_down_sm90.h"
 
 // "some_tokens", "some_dense": the activation between the products, whether K is the weights' last
 // axis, and which optional operand is there.
@@ -102,13 +103,25 @@ Epilogue EpilogueOf(const SomeTokens& some, bool up) {
   return epilogue;
 }
 
-// All kernels; product(up or not) launches one of the two products.
-template <typename Product>
-ffi::Error Launch(const char* op, cudaStream_t stream, const SomeTokens& some, Product product) {
+// A program of an earlier version has no turns.
+ffi::Error BindTurns(const char* op, ffi::RemainingRets more, SomeTokens* some) {
+  if (more.size() == 0) return ffi::Error::Success();
+  auto turns = more.get<ffi::AnyBuffer>(0);
+  if (!turns || more.size() > 1) return InvalidArgument(op, "expected one result, turns");
+  const int64_t count = TurnsOfUpAndDown(some->Pairs());
+  JGG_RETURN_IF_ERROR(CheckDtype(op, "turns", **turns, ffi::S32, "int32"));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "turns", "(T * k + 1,)", **turns, {count}));
+  some->rows.turns = static_cast<int32_t*>((*turns)->untyped_data());
+  some->rows.turns_count = static_cast<int32_t>(count);
+  return ffi::Error::Success();
+}
+
+// All kernels; products() launches the two products.
+template <typename Products>
+ffi::Error Launch(const char* op, cudaStream_t stream, const SomeTokens& some, Products products) {
   const FewTokens& few = some.few;
   JGG_RETURN_IF_ERROR(FromCuda(op, some_rows_sm80(stream, some.rows)));
-  JGG_RETURN_IF_ERROR(FromCuda(op, product(true)));
-  JGG_RETURN_IF_ERROR(FromCuda(op, product(false)));
+  JGG_RETURN_IF_ERROR(FromCuda(op, products()));
   const PairRows pairs{
       nullptr,         some.rows.place, few.tokens, few.k, static_cast<int32_t>(some.Pairs()),
       some.rows.pieces};
@@ -125,17 +138,10 @@ namespace {
 
 constexpr const char* kPacked = "moe_some_tokens";
 
-struct PackedProduct {
-  QuantizedGemmSm90 quantized;
-  Coding coding;
-  rules::QmmPlanSm90 plan;
-  OperandsSm90 operands;
-};
-
 // w (E, n, k), behind what Launch writes before it.
 ffi::Error BindPackedProduct(const SomeTokens& some, bool up, const ffi::AnyBuffer& weight,
                              const ffi::AnyBuffer& scales, const QuantizedAttrs& attrs,
-                             Operands* operands, PackedProduct* bound) {
+                             Operands* operands, PackedProductSm90* bound) {
   const FewTokens& few = some.few;
   const int64_t pairs = some.Pairs(), k = up ? few.d : few.f, n = up ? 2 * few.f : few.d;
   QuantizedWeight w{};
@@ -182,15 +188,13 @@ ffi::Error BindPackedProduct(const SomeTokens& some, bool up, const ffi::AnyBuff
 
 }  // namespace
 
-static ffi::Error SomeTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up,
-                                    ffi::AnyBuffer up_scales, ffi::AnyBuffer down,
-                                    ffi::AnyBuffer down_scales, ffi::AnyBuffer index,
-                                    ffi::AnyBuffer weight, ffi::RemainingArgs rest,
-                                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> a,
-                                    ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> y,
-                                    ffi::Result<ffi::AnyBuffer> place,
-                                    ffi::Result<ffi::AnyBuffer> sizes, QuantizedAttrs up_attrs,
-                                    QuantizedAttrs down_attrs, SomeTokensAttrs attrs) {
+static ffi::Error SomeTokensHandler(
+    cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up, ffi::AnyBuffer up_scales,
+    ffi::AnyBuffer down, ffi::AnyBuffer down_scales, ffi::AnyBuffer index, ffi::AnyBuffer weight,
+    ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> a,
+    ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> y,
+    ffi::Result<ffi::AnyBuffer> place, ffi::Result<ffi::AnyBuffer> sizes, ffi::RemainingRets more,
+    QuantizedAttrs up_attrs, QuantizedAttrs down_attrs, SomeTokensAttrs attrs) {
   JGG_RETURN_IF_ERROR(CheckDtype(kPacked, "x", x, ffi::BF16, "bfloat16"));
   JGG_RETURN_IF_ERROR(CheckShape(kPacked, "up", "(E, N/64, K/64, words)", up, {-1, -1, -1, -1}));
   if (!attrs.transpose_w) return InvalidArgument(kPacked, "weights are (E, N, K)");
@@ -199,7 +203,7 @@ static ffi::Error SomeTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   JGG_RETURN_IF_ERROR(BindSomeTokens(kPacked, x, index, weight, *out,
                                      {*rows, *a, *y, *place, *sizes}, up.dimensions()[0], attrs,
                                      &operands, &some));
-  PackedProduct of_up{}, of_down{};
+  PackedProductSm90 of_up{}, of_down{};
   JGG_RETURN_IF_ERROR(BindPackedProduct(some, true, up, up_scales, up_attrs, &operands, &of_up));
   JGG_RETURN_IF_ERROR(
       BindPackedProduct(some, false, down, down_scales, down_attrs, &operands, &of_down));
@@ -207,9 +211,20 @@ static ffi::Error SomeTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kPacked, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
-  return Launch(kPacked, stream, some, [&](bool first) {
-    PackedProduct& of = first ? of_up : of_down;
+  JGG_RETURN_IF_ERROR(BindTurns(kPacked, more, &some));
+  if (some.rows.turns != nullptr && HasUpAndDownSm90(of_up, of_down)) {
+    return Launch(kPacked, stream, some,
+                  [&] { return LaunchUpAndDownSm90(stream, of_up, of_down, some.rows.turns); });
+  }
+  const auto product = [&](PackedProductSm90& of) {
     return LaunchPackedGemmSm90(stream, of.quantized, of.coding, of.plan, of.operands);
+  };
+  return Launch(kPacked, stream, some, [&] {
+    if (some.rows.turns != nullptr && HasUpAndDownSm90(of_up, of_down)) {
+      return LaunchUpAndDownSm90(stream, of_up, of_down, some.rows.turns);
+    }
+    const cudaError_t error = product(of_up);
+    return error ? error : product(of_down);
   });
 }
 
@@ -230,6 +245,7 @@ XLA_FFI_DEFINE_HANDLER(kSomeTokens, SomeTokensHandler,
                            .Ret<ffi::AnyBuffer>()  // y
                            .Ret<ffi::AnyBuffer>()  // place
                            .Ret<ffi::AnyBuffer>()  // sizes
+                           .RemainingRets()        // turns
                            .Attr<QuantizedAttrs>("up")
                            .Attr<QuantizedAttrs>("down")
                            .Attr<SomeTokensAttrs>("some_tokens"),
@@ -286,7 +302,8 @@ static ffi::Error SomeDenseHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
                                    ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                                    ffi::Result<ffi::AnyBuffer> a, ffi::Result<ffi::AnyBuffer> rows,
                                    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> place,
-                                   ffi::Result<ffi::AnyBuffer> sizes, SomeTokensAttrs attrs) {
+                                   ffi::Result<ffi::AnyBuffer> sizes, ffi::RemainingRets more,
+                                   SomeTokensAttrs attrs) {
   if (x.element_type() != ffi::BF16 && x.element_type() != ffi::F16) {
     return InvalidArgument(kDense, "x must be bfloat16 or float16");
   }
@@ -301,8 +318,14 @@ static ffi::Error SomeDenseHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   const int capability = ComputeCapability();
   JGG_RETURN_IF_ERROR(BindDenseProduct(some, true, up, attrs.transpose_w, capability, &of_up));
   JGG_RETURN_IF_ERROR(BindDenseProduct(some, false, down, attrs.transpose_w, capability, &of_down));
-  return Launch(kDense, stream, some,
-                [&](bool first) { return mm_sm90(stream, first ? of_up : of_down); });
+  JGG_RETURN_IF_ERROR(BindTurns(kDense, more, &some));
+  return Launch(kDense, stream, some, [&] {
+    if (some.rows.turns != nullptr && mm_sm90_has_up_and_down(of_up, of_down)) {
+      return mm_sm90_up_and_down(stream, of_up, of_down, some.rows.turns);
+    }
+    const cudaError_t error = mm_sm90(stream, of_up);
+    return error ? error : mm_sm90(stream, of_down);
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(kSomeDense, SomeDenseHandler,
@@ -320,6 +343,7 @@ XLA_FFI_DEFINE_HANDLER(kSomeDense, SomeDenseHandler,
                            .Ret<ffi::AnyBuffer>()  // y
                            .Ret<ffi::AnyBuffer>()  // place
                            .Ret<ffi::AnyBuffer>()  // sizes
+                           .RemainingRets()        // turns
                            .Attr<SomeTokensAttrs>("some_dense"),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -3,6 +3,7 @@
 #include "moe/few_tokens_sm90.cuh"
 #include "quantized/gemm_sm90.cuh"
 #include "quantized/transposed_sm90.cuh"
+#include "quantized/up_and_down_sm90.cuh"
 
 namespace jgg {
 
@@ -14,6 +15,11 @@ namespace jgg {
 JGG_INSTANCE(LaunchPackedInstanceSm90);
 JGG_INSTANCE(LaunchTransposedInstanceSm90);
 JGG_INSTANCE(LaunchLinearInstanceSm90);
+
+template cudaError_t LaunchUpAndDownInstanceSm90<JGG_MODE, JGG_BITS>(cudaStream_t stream,
+                                                                     UpAndDownSm90& both,
+                                                                     const OperandsSm90& up,
+                                                                     const OperandsSm90& down);
 
 template cudaError_t LaunchFewUpInstanceSm90<JGG_MODE, JGG_BITS>(cudaStream_t stream,
                                                                  const FewTokens& experts);

@@ -2,6 +2,7 @@
 #include "quantized/gemm_sm90.h"
 
 #include "quantized/instances_sm90.h"
+#include "quantized/up_and_down_sm90.h"
 
 namespace jgg {
 
@@ -40,6 +41,19 @@ cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
   return LaunchInstanceSm90(coding.mode, coding.bits, [&](auto of) {
     using Of = decltype(of);
     return LaunchPackedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, plan, operands);
+  });
+#endif
+  return cudaErrorNoKernelImageForDevice;
+}
+
+cudaError_t LaunchUpAndDownSm90(cudaStream_t stream, const PackedProductSm90& up,
+                                const PackedProductSm90& down, int32_t* turns) {
+#ifdef JGG_SM90
+  UpAndDownSm90 both{{up.quantized, down.quantized}, turns};
+  return LaunchInstanceSm90(up.coding.mode, up.coding.bits, [&](auto of) {
+    using Of = decltype(of);
+    return LaunchUpAndDownInstanceSm90<Of::kMode, Of::kBits>(stream, both, up.operands,
+                                                             down.operands);
   });
 #endif
   return cudaErrorNoKernelImageForDevice;

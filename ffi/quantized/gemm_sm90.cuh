@@ -72,29 +72,33 @@ struct ByWarpsSm90 : Traits {
   static constexpr bool kWarps = true;
 };
 
+// x's maps, where one thread copies stages: slices of k are matrices, so that a stage's are a box.
+template <typename Config>
+cudaError_t EncodeRowsOfStages(TensorMapSpec l, GemmSm90& gemm) {
+  l.groups = l.inner / 64;
+  l.inner = l.group = 64;
+  for (int i = 0; i < 3; ++i) {
+    l.box_lines = (Config::kMostBoxRows / 4) << i;
+    l.box_groups = Config::StageSlices(l.box_lines);
+    CUtensorMap* const map = i < 2 ? &gemm.rest_maps.l[i] : &gemm.l_map;
+    if (cudaError_t error = EncodeTensorMap(l, map)) return error;
+  }
+  return cudaSuccess;
+}
+
 template <typename Config>
 cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                       const rules::QmmPlanSm90& plan,
                                       const OperandsSm90& operands) {
   GemmSm90& gemm = quantized.gemm;
   gemm.l_k_major = true;
-  TensorMapSpec l = operands.l;
-  l.box_lines = Config::kChunkL;
   if constexpr (Config::Weights::kFloats) {
-    quantized.x = static_cast<const float*>(l.data);
-  } else if constexpr (Config::kCopiesStages) {  // slices of k are matrices, so that a stage's are
-                                                 // a box
-    l.groups = l.inner / 64;
-    l.inner = l.group = 64;
-    for (int i = 0; i < 2; ++i) {
-      l.box_lines = (Config::kMostBoxRows / 4) << i;
-      l.box_groups = Config::StageSlices(l.box_lines);
-      if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[i])) return error;
-    }
-    l.box_lines = Config::kMostBoxRows;
-    l.box_groups = Config::StageSlices(l.box_lines);
-  }
-  if constexpr (!Config::Weights::kFloats) {
+    quantized.x = static_cast<const float*>(operands.l.data);
+  } else if constexpr (Config::kCopiesStages) {
+    if (cudaError_t error = EncodeRowsOfStages<Config>(operands.l, gemm)) return error;
+  } else {
+    TensorMapSpec l = operands.l;
+    l.box_lines = Config::kChunkL;
     if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
@@ -103,18 +107,6 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   quantized.asks_for_small = Config::kHasSmall && Weights::AsksForSmall(quantized);
   quantized.unit = quantized.asks_for_small ? Weights::kSmallFactor : Weights::kFactor;
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
-}
-
-// Whether tiles of 16 rows are for a product: few matrices have more rows, and there are four tiles
-// for each multiprocessor of an H200.
-inline bool HasSixteens(const GemmSm90& gemm, const rules::QmmPlanSm90& plan) {
-  constexpr int64_t kMostTypical = 5;
-  const Epilogue& epilogue = gemm.epilogue;
-  if (plan.way != rules::QmmWay::kWarps || plan.parts != 1 || gemm.n % 128 != 0) return false;
-  if (!IsGated(epilogue.activation) && epilogue.Any()) return false;
-  const int64_t rows = gemm.rows_y, segments = gemm.metadata.count;
-  return rules::RowsPerSegment(rows, segments) <= kMostTypical &&
-         std::min(rows, segments) * gemm.n >= int64_t{4} * kH200Processors * 256;
 }
 
 // Tiles of 32 rows. float16 rows have those of warps alone.

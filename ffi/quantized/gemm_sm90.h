@@ -20,8 +20,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <type_traits>
 
+#include "common/processors.h"
 #include "grouped_mm/gemm_sm90.h"
 #include "quantized/plan.h"
 #include "quantized/quantized.h"
@@ -71,6 +73,18 @@ struct QuantizedGemmSm90 {
 };
 
 QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
+
+// Whether tiles of 16 rows are for a product: few matrices have more rows, and there are four tiles
+// for each multiprocessor of an H200.
+inline bool HasSixteens(const GemmSm90& gemm, const rules::QmmPlanSm90& plan) {
+  constexpr int64_t kMostTypical = 5;
+  const Epilogue& epilogue = gemm.epilogue;
+  if (plan.way != rules::QmmWay::kWarps || plan.parts != 1 || gemm.n % 128 != 0) return false;
+  if (!IsGated(epilogue.activation) && epilogue.Any()) return false;
+  const int64_t rows = gemm.rows_y, segments = gemm.metadata.count;
+  return rules::RowsPerSegment(rows, segments) <= kMostTypical &&
+         std::min(rows, segments) * gemm.n >= int64_t{4} * kH200Processors * 256;
+}
 
 // What TMA has to know of an adapter.
 struct AdapterSpecsSm90 {

@@ -1,6 +1,6 @@
 """All of a layer but its router in one call, of some tokens: more than ``few_tokens.py`` takes, and
-few of each expert. Rows are sorted and copied, multiplied twice and added up by four kernels, each
-of which begins before the one before it has ended."""
+few of each expert. Rows are sorted and copied, multiplied twice and added up, by three or four
+kernels: arrays and NVFP4 have both products in one, if tiles are many and their rows few."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .products import Weights
 def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.Array | None:
     """The experts of one device, with prepacked weights, as the custom call
     ``jgg_moe_some_tokens``: x, up, its scales, down, its scales, expert_index, expert_weight
-    [, expert_offset][, global_scale of up][, of down] -> out, and five workspaces. None where no
+    [, expert_offset][, global_scale of up][, of down] -> out, and six workspaces. None where no
     kernel takes it."""
     up, down = (of.w for of in weights)
     problem = few_tokens.problem_of_packed(
@@ -32,7 +32,7 @@ def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.
 
 def dense_experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.Array | None:
     """Likewise with weights that are arrays, as the custom call ``jgg_moe_some_dense``: x, up,
-    down, expert_index, expert_weight[, expert_offset] -> out, and five workspaces."""
+    down, expert_index, expert_weight[, expert_offset] -> out, and six workspaces."""
     up, down = (of.w for of in weights)
     problem = few_tokens.problem_of_dense(
         "some_tokens", platform, pairs[0], products, up, down, **_facts(weights, products)
@@ -56,11 +56,12 @@ def _flags(products) -> dict:
 
 def _workspaces(problem, dtype) -> list[jax.ShapeDtypeStruct]:
     """The activation, x in the order of experts, rows behind the down product, the row of each
-    pair, and sizes of experts."""
+    pair, sizes of experts, and what blocks of both products count."""
     pairs, k = problem.pairs, problem.choices
     shapes = (pairs, problem.f), (pairs, problem.d), (pairs, problem.d)
     return [
         *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes),
         jax.ShapeDtypeStruct((pairs // k, k), jnp.int32),
         jax.ShapeDtypeStruct((problem.experts,), jnp.int32),
+        jax.ShapeDtypeStruct((pairs + 1,), jnp.int32),
     ]

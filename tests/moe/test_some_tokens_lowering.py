@@ -20,7 +20,7 @@ DENSE, PACKED = "jgg_moe_some_dense", "jgg_moe_some_tokens"
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_operands(dtype, transpose_w):
-    """Index and offset as they are; weights of pairs in float32; five workspaces."""
+    """Index and offset as they are; weights of pairs in float32; six workspaces."""
     layer = lambda *a: jgg.moe_mlp(
         *a, expert_offset=jnp.int32(2), transpose_w=transpose_w, preferred_element_type="float32"
     )
@@ -30,7 +30,7 @@ def test_operands(dtype, transpose_w):
     operands = [f"32x192x{short}", f"64x{up}x{short}", f"64x{down}x{short}"]
     operands += ["32x4xi32", "32x4xf32", "i32"]
     handed = [f"128x{columns}x{short}" for columns in (128, 192, 192)]
-    assert found[-1] == (DENSE, operands, ["32x192xf32", *handed, "32x4xi32", "64xi32"])
+    assert found[-1] == (DENSE, operands, ["32x192xf32", *handed, "32x4xi32", "64xi32", "129xi32"])
 
 
 def test_packed_operands():
@@ -39,7 +39,7 @@ def test_packed_operands():
     assert name == PACKED
     assert [operands[0], *operands[5:7]] == ["20x192xbf16", "20x4xi32", "20x4xf32"]
     assert len(operands) == 7
-    assert results[0] == "20x192xbf16"
+    assert [results[0], results[-1]] == ["20x192xbf16", "81xi32"]
 
 
 def test_some_tokens():

@@ -65,6 +65,10 @@ __global__ void __launch_bounds__(kSomeThreads) SomeRowsKernel(const SomeRows p)
       if (rows[j] >= 0) out[int64_t{rows[j]} * p.pieces + piece] = value;
     }
   }
+  for (int i = token * kSomeThreads + threadIdx.x; i < p.turns_count;
+       i += p.tokens * kSomeThreads) {
+    p.turns[i] = 0;
+  }
   for (int e = token + warp * p.tokens; e < p.experts; e += kSomeWarps * p.tokens) {
     const int size = CountKeys(
         fours, pairs, [&](uint32_t key) { return key - e * kKeysOfExpert < kKeysOfExpert; });

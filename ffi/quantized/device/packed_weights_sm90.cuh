@@ -77,16 +77,25 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
   // Few rows: one thread copies all of a stage, x too, by as few copies as there can be, because
   // issuing instructions is what takes the time.
   template <typename Config>
-  __device__ static void CopyStages(const QuantizedGemmSm90& quantized,
-                                    typename Config::SharedMemory& memory) {
-    const GemmSm90& gemm = quantized.gemm;
-    const bool halves = Config::kHalves || IsGated(gemm.epilogue.activation);
-    const int half = gemm.n / 128;  // tiles from a gate to what it lets through
-    const int tiles = halves ? half : quantized.packed.column_tiles;
-    const int tile_scales = TileScales(quantized.packed);
-    const int64_t block = static_cast<int64_t>(half) * quantized.packed.k_tiles;
-    Place<Config::kStages> at;
-    ForEachWork<Config, false>(memory, [&](const Work& work) {
+  struct StageCopier {
+    const QuantizedGemmSm90& quantized;
+    const bool halves;
+    const int half;   // tiles from a gate to what it lets through
+    const int tiles;  // of columns
+    const int tile_scales;
+    const int64_t block;
+
+    __device__ explicit StageCopier(const QuantizedGemmSm90& of)
+        : quantized(of),
+          halves(Config::kHalves || IsGated(of.gemm.epilogue.activation)),
+          half(of.gemm.n / 128),
+          tiles(halves ? half : of.packed.column_tiles),
+          tile_scales(TileScales(of.packed)),
+          block(static_cast<int64_t>(half) * of.packed.k_tiles) {}
+
+    // All stages of a tile of work.
+    __device__ void Copy(typename Config::SharedMemory& memory, const Work& work,
+                         Place<Config::kStages>& at) const {
       const int column = work.out_column / 64;
       const int groups = min(2, tiles - column);  // of the last 128 columns there may be only 64
       int k_tile = work.l_k / kSliceSm90;
@@ -96,7 +105,7 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
           k_tile;
       const char* codes = static_cast<const char*>(quantized.packed.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
-      const CUtensorMap* l_map = Config::BoxMap(gemm, work.rows);
+      const CUtensorMap* l_map = Config::BoxMap(quantized.gemm, work.rows);
       const int most_slices = Config::StageSlices(work.rows);
       const int rows_bytes = most_slices * Config::SliceBytes(work.rows);
 #pragma unroll 1
@@ -130,7 +139,15 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
         k_tile += most_slices;
         at.Next();
       }
-    });
+    }
+  };
+
+  template <typename Config>
+  __device__ static void CopyStages(const QuantizedGemmSm90& quantized,
+                                    typename Config::SharedMemory& memory) {
+    const StageCopier<Config> copier(quantized);
+    Place<Config::kStages> at;
+    ForEachWork<Config, false>(memory, [&](const Work& work) { copier.Copy(memory, work, at); });
   }
 
   // Tiles that share scales.
