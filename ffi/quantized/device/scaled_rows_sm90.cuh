@@ -74,7 +74,6 @@ struct ScaledRowsProducts {
       // There are registers for one slice's codes at a time, where rows are many.
 #pragma unroll(kEights > 2 ? 1 : kSlices)
       for (int s = 0; s < kSlices; ++s) {
-        const bool last = s == kSlices - 1;
         uint32_t words[Weights::kWords];
         reader.Load(memory.codes[at.index][0][group], s, words);
         Scaled scaled[2];  // of 16 k
@@ -87,9 +86,8 @@ struct ScaledRowsProducts {
             const int step = 2 * half + i;
             Codes::Numbers(words, step, numbers + 4 * i);
             if ((step + 1) * 16 % kLeast != 0) continue;
-            const uint32_t bits = reader.template Scales<kFloats>(
-                memory.scales[at.index][0][group], s, step, scaled[i].scale, scaled[i].bias);
-            if (last) read |= bits;
+            read |= reader.template Scales<kFloats>(memory.scales[at.index][0][group], s, step,
+                                                    scaled[i].scale, scaled[i].bias);
           }
 #pragma unroll
           for (int i = 0; i < kEights; ++i) {
@@ -102,10 +100,10 @@ struct ScaledRowsProducts {
               if ((2 * half + step + 1) * 16 % kLeast != 0 || (step == 0 && !sixteens)) continue;
               AddScaled(scaled[step], products, rows, sums + 4 * i);
             }
-            if (last) read |= x[0];
+            if (s == kSlices - 1) read |= x[0];  // those before come in order
           }
         }
-        if (last) read |= words[0] | words[Weights::kWords - 1];
+        read |= words[0] | words[Weights::kWords - 1];
       }
       __syncwarp();
       Release<Config>(memory, at.index + ZeroAfter(read));
