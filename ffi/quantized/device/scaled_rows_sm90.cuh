@@ -46,17 +46,22 @@ struct ScaledRowsProducts {
       if (quantized.packed.tile_groups == 4) {
         return MultiplySlices<1, kFloats, 16>(quantized, memory, work, group, at, sums);
       }
+      if (quantized.packed.tile_groups == 2) {
+        return MultiplySlices<1, kFloats, 32>(quantized, memory, work, group, at, sums);
+      }
     }
-    MultiplySlices<1, kFloats, 32>(quantized, memory, work, group, at, sums);
+    MultiplySlices<1, kFloats, 64>(quantized, memory, work, group, at, sums);
   }
 
-  // Scales multiply sums of kTogether k; 0: of 32, or of 16 in groups of 16.
+  // Scales multiply sums of kTogether k; 0: of 32, or of 16 in groups of 16. 64: groups have so
+  // many.
   template <int kEights, PackedFloats kFloats = PackedFloats::kAny, int kTogether = 0,
             typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, float* sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
     const typename Weights::Reader reader(quantized.packed);
+    constexpr int kLeast = kTogether == 0 ? 16 : kTogether;
     const bool sixteens = kTogether == 0 ? quantized.packed.tile_groups == 4 : kTogether == 16;
     // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
     const int lane = threadIdx.x % 32;
@@ -71,25 +76,31 @@ struct ScaledRowsProducts {
       for (int s = 0; s < kSlices; ++s) {
         uint32_t words[Weights::kWords];
         reader.Load(memory.codes[at.index][0][group], s, words);
+        Scaled scaled[2];  // of 16 k
+        float products[4] = {}, rows[4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t numbers[8];
-          float scales[2][2], biases[2][2];  // [16 k][column]
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int step = 2 * half + i;
             Codes::Numbers(words, step, numbers + 4 * i);
-            if (kTogether == 32 && i == 0) continue;
+            if ((step + 1) * 16 % kLeast != 0) continue;
             read |= reader.template Scales<kFloats>(memory.scales[at.index][0][group], s, step,
-                                                    scales[i], biases[i]);
+                                                    scaled[i].scale, scaled[i].bias);
           }
 #pragma unroll
           for (int i = 0; i < kEights; ++i) {
             const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kEights) + i * 1024;
             uint32_t x[4];
             LoadMatrices(half == 0 ? x_slice : x_slice ^ 64, x);
-            AddScaled(numbers, x, scales, biases, sixteens, sums + 4 * i);
-            read |= x[0];
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+              MultiplyRows(numbers + 4 * step, x + 2 * step, products, rows);
+              if ((2 * half + step + 1) * 16 % kLeast != 0 || (step == 0 && !sixteens)) continue;
+              AddScaled(scaled[step], products, rows, sums + 4 * i);
+            }
+            if (s == kSlices - 1) read |= x[0];  // those before come in order
           }
         }
         read |= words[0] | words[Weights::kWords - 1];
@@ -100,25 +111,30 @@ struct ScaledRowsProducts {
     }
   }
 
-  // Adds the products of 8 rows and 32 k. Sum j of a thread is that of row j % 2 and column j / 2.
-  __device__ static void AddScaled(const uint32_t (&numbers)[8], const uint32_t (&x)[4],
-                                   const float (&scales)[2][2], const float (&biases)[2][2],
-                                   bool sixteens, float* sums) {
+  // What products of a thread's two columns are multiplied by, and sums of x.
+  struct Scaled {
+    float scale[2], bias[2];
+  };
+
+  // Adds the products of 8 rows and 16 k, and sums of x.
+  __device__ static void MultiplyRows(const uint32_t* numbers, const uint32_t* x,
+                                      float (&products)[4], float (&rows)[4]) {
     constexpr uint32_t kOnes[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-    float products[4] = {}, rows[4] = {};
+    MultiplyWarp(numbers, x[0], x[1], products);
+    if constexpr (Codes::kHasBiases) MultiplyWarp(kOnes, x[0], x[1], rows);
+  }
+
+  // Adds them to the tile's sums, and begins again. Sum j of a thread is that of row j % 2 and
+  // column j / 2.
+  __device__ static void AddScaled(const Scaled& by, float (&products)[4], float (&rows)[4],
+                                   float* sums) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      MultiplyWarp(numbers + 4 * i, x[2 * i], x[2 * i + 1], products);
-      if constexpr (Codes::kHasBiases) MultiplyWarp(kOnes, x[2 * i], x[2 * i + 1], rows);
-      if (i == 0 && !sixteens) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sums[j] += scales[i][j / 2] * products[j];
-        if constexpr (Codes::kHasBiases) sums[j] += biases[i][j / 2] * rows[j % 2];
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) products[j] = rows[j] = 0.0f;
+    for (int j = 0; j < 4; ++j) {
+      sums[j] += by.scale[j / 2] * products[j];
+      if constexpr (Codes::kHasBiases) sums[j] += by.bias[j / 2] * rows[j % 2];
     }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) products[j] = rows[j] = 0.0f;
   }
 };
 
