@@ -107,17 +107,15 @@ NEEDS = [
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
     }),
     ("jgg_qmm_packed sm90", PACKED, {
-        "prepacked weights, or many rows, or transpose_w=False beside float32 x, scales of "
-        "another dtype, or options": {"layout": "linear", "rows": 64},
+        "prepacked weights, or many rows, or transpose_w=False and options": {
+            "layout": "linear", "rows": 64,
+        },
     }),
     ("jgg_qmm sm90", QMM, {
         "weights as stored": {"layout": "sm90"},
         "affine groups of 32 or more": {"group_size": 16},
         "K * bits % 128 == 0 with transpose_w": {"k": 2056},
         "else N * bits": {"transpose_w": False, "n": 2056},
-        "16-bit x and scales of its dtype or modes mxfp4, mxfp8, nvfp4": {
-            "transpose_w": False, "dtypes": (F32,),
-        },
         "and no options": {"transpose_w": False, "activation": "silu"},
     }),
     ("jgg_qmm_fp8 sm90", QMM_FP8, {
@@ -125,7 +123,6 @@ NEEDS = [
         "codes e4m3 in blocks of whole 128 columns": {"lines": False},
         "K % 16 == 0 with transpose_w": {"k": 2056},
         "else N % 16 == 0": {"transpose_w": False, "n": 2056},
-        "16-bit x": {"transpose_w": False, "dtypes": (F32,)},
         "and no options": {"transpose_w": False, "activation": "silu"},
     }),
     ("jgg_qmm_packed sm80", PACKED, {
