@@ -13,5 +13,4 @@ JGG_ATTRIBUTES(Fp8QuantizeAttrs,       //
 JGG_ATTRIBUTES(Fp8CastAttrs,           //
                (bool, along_columns),  // codes stored as x is
                (bool, along_rows),     // codes stored transposed
-               (bool, largest),        // magnitudes
-               (bool, own));           // scales, each matrix' own, with which codes are made
+               (bool, largest));       // magnitudes

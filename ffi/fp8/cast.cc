@@ -31,7 +31,7 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->matrices, args->rows, args->columns}));
   JGG_RETURN_IF_ERROR(CheckAligned(kOp, {args->x}));
   const bool has_codes = attrs.along_columns || attrs.along_rows;
-  const bool has_scales = has_codes && !args->of_codes && !attrs.own;
+  const bool has_scales = has_codes && !args->of_codes;
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", has_scales ? "(M,)" : "(0,)", scales,
                                  {has_scales ? args->matrices : 0}));
@@ -39,9 +39,6 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
     return InvalidArgument(kOp, "codes are of one matrix, and have no magnitudes");
   }
   args->scales = static_cast<const float*>(scales.untyped_data());
-  if (attrs.own && (args->of_codes || !has_codes || attrs.largest)) {
-    return InvalidArgument(kOp, "own scales are those of codes, beside which nothing is found");
-  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "sizes", "(G,)", sizes, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "list", "(R,)", list, {-1}));
@@ -54,8 +51,8 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
   args->wanted = DataOrNull<int32_t>(wanted);
   args->list = DataOrNull<int32_t>(list);
   args->sizes = DataOrNull<int32_t>(sizes);
-  if ((args->list != nullptr || args->sizes != nullptr) && (args->matrices != 1 || attrs.own)) {
-    return InvalidArgument(kOp, "sizes and a list are of one matrix, whose scale is known");
+  if ((args->list != nullptr || args->sizes != nullptr) && args->matrices != 1) {
+    return InvalidArgument(kOp, "sizes and a list are of one matrix");
   }
   if (args->list != nullptr) {
     if (!has_codes) return InvalidArgument(kOp, "a list says which rows have codes");
@@ -93,8 +90,8 @@ static ffi::Error BindCodes(ffi::RemainingRets results, size_t at, int64_t lines
 
 static ffi::Error BindResults(ffi::RemainingRets results, const Fp8CastAttrs& attrs,
                               Fp8CastSm80* args) {
-  const size_t count = size_t{attrs.along_columns} + size_t{attrs.along_rows} +
-                       size_t{attrs.largest} + size_t{attrs.own} + 1;
+  const size_t count =
+      size_t{attrs.along_columns} + size_t{attrs.along_rows} + size_t{attrs.largest} + 1;
   if (count == 1 || results.size() != count) {
     return InvalidArgument(kOp, "has ", results.size(),
                            " results, expected what attributes ask for, and a workspace");
@@ -115,13 +112,6 @@ static ffi::Error BindResults(ffi::RemainingRets results, const Fp8CastAttrs& at
         CheckShape(kOp, "largest", "(M, parts, 2)", **largest, {args->matrices, parts, 2}));
     args->parts = (*largest)->dimensions()[1];
     args->largest = (*largest)->untyped_data();
-  }
-  if (attrs.own) {
-    auto scales = results.get<ffi::AnyBuffer>(at++);
-    if (!scales) return scales.error();
-    JGG_RETURN_IF_ERROR(CheckDtype(kOp, "own scales", **scales, ffi::F32, "float32"));
-    JGG_RETURN_IF_ERROR(CheckShape(kOp, "own scales", "(M,)", **scales, {args->matrices}));
-    args->own_scales = static_cast<float*>((*scales)->untyped_data());
   }
   auto workspace = results.get<ffi::AnyBuffer>(at);
   if (!workspace) return workspace.error();
@@ -149,7 +139,7 @@ XLA_FFI_DEFINE_HANDLER(kFp8Cast, Fp8Cast,
                            .Arg<ffi::AnyBuffer>()  // sizes, or empty
                            .Arg<ffi::AnyBuffer>()  // list, or empty
                            .Arg<ffi::AnyBuffer>()  // wanted, or empty
-                           .RemainingRets()  // codes either way, magnitudes, scales; workspace
+                           .RemainingRets()  // codes either way, largest magnitudes; workspace
                            .Attrs<Fp8CastAttrs>(),
                        {ffi::Traits::kCmdBufferCompatible});
 

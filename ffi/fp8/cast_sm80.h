@@ -18,7 +18,6 @@ struct Fp8CastSm80 {
   const void* x;  // (M, R, C), or with a list (1, x_lines, C)
   int64_t matrices, rows, columns;
   const float* scales;   // (M,), where there are codes
-  float* own_scales;     // (M,): scales are those of each matrix, and a result; or null
   const int32_t* sizes;  // (G,), or null
   int64_t groups;
   const int32_t* list;  // (R,): the line of x that each row is, or null
@@ -36,7 +35,6 @@ struct Fp8CastSm80 {
   int64_t tiles() const { return ((turned != nullptr ? along : rows) + 127) / 128; }
   int64_t blocks() const { return tiles() * ((columns + 127) / 128); }
   int64_t workspace_words() const {
-    if (own_scales != nullptr) return 2 * matrices * blocks() + 1;
     return sizes == nullptr ? 0 : Fp8GroupsWords(groups, turned != nullptr ? tiles() : 0);
   }
 };

@@ -114,7 +114,7 @@ def _encoded(x, scales, seed, kind: blocks.Element, power_of_two: bool):
     return jnp.where(fb.magnitude(of) < u32(fb.INF), code, u32(0)).astype(jnp.uint8)
 
 
-def problem(x, rows: int, along: int):
+def _problem(x, rows: int, along: int):
     of_codes = x.dtype.itemsize == 1
     return functools.partial(
         problems.Fp8Conversion, mode="fp8", dtypes=() if of_codes else (x.dtype.name,), rows=rows,
@@ -129,13 +129,13 @@ def _problem_of_codes(x, scales, group_sizes, row_index, *, axes, power_of_two, 
     if -2 in axes:
         groups = 0 if group_sizes is None else group_sizes.shape[0]
         along = rows if group_sizes is None else padding.padded_rows(rows, groups, blocks.GROUPED)
-    of_x = problem(x, rows * math.prod(x.shape[:-2]), along)
-    return functools.partial(of_x, power_of_two=power_of_two)
+    problem = _problem(x, rows * math.prod(x.shape[:-2]), along)
+    return functools.partial(problem, power_of_two=power_of_two)
 
 
 def _problem_of_largest(x, group_sizes, wanted):
     del group_sizes, wanted
-    return problem(x, math.prod(x.shape[:-1]), 0)
+    return _problem(x, math.prod(x.shape[:-1]), 0)
 
 
 _CAST = conversion.composed(

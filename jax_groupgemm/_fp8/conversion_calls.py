@@ -90,35 +90,11 @@ def cast(x, scales, group_sizes, row_index, *, axes, measures, element, power_of
         _none(),
     )
     call = jax.ffi.ffi_call("jgg_fp8_cast", [*results, workspace])
-    flags = {
-        "along_columns": -1 in axes, "along_rows": -2 in axes, "largest": measures, "own": False
-    }  # fmt: skip
+    flags = {"along_columns": -1 in axes, "along_rows": -2 in axes, "largest": measures}
     *found, _ = call(*operands, **attributes(flags))
     made = {a: of.reshape(*lead, *shapes[a]) for a, of in zip(stored_axes, found, strict=False)}
     out = tuple(made[axis] for axis in axes)
     return (*out, found[-1].max(1).reshape(*lead, 2)) if measures else out
-
-
-def cast_own(x, *, axes, element):
-    """Custom call ``jgg_fp8_cast``, of scales that it makes: x (M, R, C), - -> codes along
-    ``axes``, scales (M,), workspace."""
-    *lead, rows, columns = x.shape
-    matrices, dtype = math.prod(lead), blocks.ELEMENTS[element].dtype
-    shapes = {-1: (rows, columns), -2: (columns, rows)}
-    stored_axes = sorted(axes, reverse=True)
-    tiles = -(-rows // 128) * -(-columns // 128)
-    results = [
-        *(jax.ShapeDtypeStruct((matrices, *shapes[a]), dtype) for a in stored_axes),
-        jax.ShapeDtypeStruct((matrices,), jnp.float32),
-        jax.ShapeDtypeStruct((2 * matrices * tiles + 1,), jnp.int32),
-    ]
-    no_scales = jnp.zeros((0,), jnp.float32)
-    operands = x.reshape(matrices, rows, columns), no_scales, _none(), _none(), _none()
-    flags = {"along_columns": -1 in axes, "along_rows": -2 in axes, "largest": False, "own": True}
-    call = jax.ffi.ffi_call("jgg_fp8_cast", results)
-    *found, scales, _ = call(*operands, **attributes(flags))
-    made = {a: of.reshape(*lead, *shapes[a]) for a, of in zip(stored_axes, found, strict=True)}
-    return *(made[axis] for axis in axes), scales.reshape(lead)
 
 
 def largest(x, group_sizes, wanted):
@@ -138,7 +114,7 @@ def largest(x, group_sizes, wanted):
         _none(),
         asked,
     )
-    flags = {"along_columns": False, "along_rows": False, "largest": True, "own": False}
+    flags = {"along_columns": False, "along_rows": False, "largest": True}
     found, _ = call(*operands, **attributes(flags))
     return found.max(1).reshape(*lead, 2)
 

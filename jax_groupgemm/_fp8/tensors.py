@@ -21,13 +21,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._core import conversion, partition
 from .._core import float_bits as fb
+from .._core import partition
 from .._core.float_bits import i32, u32
 from .._kernels import choose, problems
 from .._quantized import padding
 from .._quantized.array import Quantized
-from . import blocks, cast, conversion_calls, convert
+from . import blocks, cast, convert
 
 #: How many ranges there are: the exponents of float32.
 RANGES = 256
@@ -143,9 +143,6 @@ def counted(largest):
 @functools.partial(jax.jit, static_argnames=("history", "element", "axes"))
 def _quantize(x, group_sizes, seed, ages, *, history: int, element: str, axes: tuple[int, ...]):
     """Codes along each of ``axes``, scales, and what is seen of x where there are ``ages``."""
-    if ages is None and group_sizes is None and seed is None:
-        *found, scales = _OWN(x, axes=axes, element=element)
-        return (*found,), scales, None
     largest = functools.partial(cast.largest, x, group_sizes)
     scales = scale_of(largest, ages, history, element)
     more = {"axes": axes, "measures": ages is not None, "element": element}
@@ -173,17 +170,3 @@ def range_of(largest):
     amax = largest[..., 1]
     above = (amax & u32(0x7FFFFF)) > u32(_ABOVE)
     return jnp.where(amax == 0, -1, i32(amax >> 23) + i32(above))
-
-
-def _own(x, *, axes: tuple[int, ...], element: str):
-    """Codes along each of ``axes``, and scales, of matrices by themselves."""
-    scales = scale_of(lambda _: cast.largest(x), None, 1, element)
-    return *cast.codes(x, scales, axes=axes, element=element), scales
-
-
-_OWN = conversion.composed(
-    "fp8_cast_own", _own, conversion_calls.cast_own,
-    lambda x, *, axes, **_: cast.problem(
-        x, math.prod(x.shape[:-1]), x.shape[-2] if -2 in axes else 0
-    ), batch=conversion.of_matrices(1), each=True,
-)  # fmt: skip

@@ -179,8 +179,7 @@ class Fp8Conversion(Conversion):
     """``fp8_quantize`` of ``(rows, columns)``, all matrices' rows together, whose ``block`` lies
     along columns, or along rows: then ``along`` is the length of the result's lines, else 0. Blocks
     may lie along ``both``. Or ``fp8_dequantize`` of what is stored. Or with a block of None
-    ``fp8_cast``, whose scales are known, and may be powers of two, ``fp8_cast_own``, which makes
-    them, and ``fp8_largest``."""
+    ``fp8_cast``, whose scales are known, and may be powers of two, and ``fp8_largest``."""
 
     rows: int
     columns: int

@@ -213,7 +213,6 @@ _TABLE = (
         casts_fp8,
         "C % 16 == 0; along R without groups R % 16 == 0; float32 x with powers of two",
     ),
-    ("fp8_cast_own", "jgg_fp8_cast", casts_fp8, "C % 16 == 0; along R R % 16 == 0"),
     ("fp8_largest", "jgg_fp8_cast", casts_fp8, "C % 16 == 0"),
     (
         "fp8_activation",

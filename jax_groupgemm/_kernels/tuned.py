@@ -28,7 +28,7 @@ from . import extension
 FORMAT = 1
 #: Another number where custom calls' attributes, or plans (ffi/*/plan.h), change within a version:
 #: programs that JAX keeps on disk hold both.
-CALLS = 6
+CALLS = 5
 VARIABLE = "JGG_TUNED"
 
 _DTYPES = ("bfloat16", "float16")  # float32 has one tile

@@ -8,6 +8,7 @@ import pytest
 from jax.interpreters import ad
 
 import jax_groupgemm as jgg
+from jax_groupgemm._core import composed
 from jax_groupgemm._core.composed import PRIMITIVES, Composed
 from jax_groupgemm._core.primitive import INNER, OUTER
 
@@ -180,3 +181,34 @@ def test_own_backward_in_loops_and_maps():
     np.testing.assert_allclose(
         jax.jit(jax.grad(lambda x: mapped(x, a).sum()))(SQUARES), 2 * 2 * a * SQUARES
     )
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
+def test_a_batch_is_a_call_of_each(monkeypatch, axes):
+    """Where one fills a GPU, and a kernel takes it. What is not batched is the same for all."""
+    called = []
+
+    def call(platform, x, w, *, taken):
+        called.append((x.shape, w.shape))
+        return x @ w + 1 if taken else None  # to tell it from the composition
+
+    product = Composed("jgg_test", lambda x, w, *, taken: x @ w, call, each=True)
+    PRIMITIVES.discard(product.primitive)
+    x = {0: jnp.arange(60.0).reshape(3, 4, 5), 1: jnp.arange(60.0).reshape(4, 3, 5),
+         None: jnp.arange(20.0).reshape(4, 5)}[axes[0]]  # fmt: skip
+    w = {0: jnp.arange(30.0).reshape(3, 5, 2), 1: jnp.arange(30.0).reshape(5, 3, 2),
+         None: jnp.arange(10.0).reshape(5, 2)}[axes[1]]  # fmt: skip
+    want = jax.vmap(jnp.matmul, axes)(x, w)
+    for fills, taken in ((20, True), (20, False), (21, True)):
+        monkeypatch.setattr(composed, "_FILLS", fills)
+        called.clear()
+        run = lambda x, w, taken=taken: product(x, w, taken=taken)
+        got = jax.jit(jax.vmap(run, axes))(x, w)
+        by_call = taken and fills == 20
+        np.testing.assert_array_equal(got, want + float(by_call))
+        assert bool(called) == (fills == 20)
+        assert set(called) <= {((4, 5), (5, 2))}
+    monkeypatch.setattr(composed, "_FILLS", 20)
+    dots = jax.jvp(lambda x: jax.vmap(lambda x, w: product(x, w, taken=True), axes)(x, w), [x], [x])
+    np.testing.assert_array_equal(dots[0], want + 1)
+    np.testing.assert_array_equal(dots[1], want)

@@ -13,7 +13,7 @@ from fp8_quantize_cases import edges
 from host_memory import aligned, copied, guarded
 from host_program import dtype_number
 
-from jax_groupgemm._fp8 import cast, tensors
+from jax_groupgemm._fp8 import cast
 from jax_groupgemm._quantized import padding
 
 pytestmark = host_program.needs_compiler
@@ -105,46 +105,6 @@ def test_codes(rng, kernels, name, dtype, e5m2, of_two):
     for got, expected in zip(results, want, strict=True):
         guarded(got, np.ascontiguousarray(expected).reshape(-1).view(np.uint8))
     most(found, np.reshape(largest, (matrices, 2)))
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
-        ((2, 144, 208), (-1, -2)),
-        ((7, 48, 80), (-2,)),
-        ((1, 400, 144), (-1, -2)),
-        ((3, 21, 48), (-1,)),
-    ],
-)
-@pytest.mark.parametrize("dtype", host_program.DTYPES)
-@pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.one_in(3)
-def test_scales_of_matrices_themselves(rng, kernels, shape, axes, dtype, e5m2):
-    """With codes, by blocks that wait for each other; and alone. One matrix has small numbers, and
-    one is zeros."""
-    matrices, rows, columns = shape
-    x = edges(rng, dtype, shape)
-    x = np.where(np.abs(x.astype(F32)) < 1e30, x, x.dtype.type(3))
-    if matrices > 1:
-        x[1] = 0
-        x[0, 1, 1], x[0, 2, 3] = np.nan, -np.inf
-        x[-1] = np.clip(x[-1], -(2.0**-14), 2.0**-14) if matrices > 2 else 0
-    given = {"axes": axes, "element": "e5m2" if e5m2 else "e4m3"}
-    *want, scales = map(np.asarray, tensors._own(jnp.asarray(x), **given))
-    memory, results = copied(x), [aligned(a.nbytes, 64) for a in want]
-    places = dict(zip(axes, results, strict=True))
-    for scales_alone in (False, True):
-        found = aligned(4 * matrices)
-        o = Operands(
-            x=memory.ctypes.data, bytes=memory.size, largest=found.ctypes.data, matrices=matrices,
-            rows=rows, columns=columns, along=rows, dtype=dtype_number(x.dtype), e5m2=e5m2,
-            codes=places[-1].ctypes.data if -1 in places else None,
-            turned=places[-2].ctypes.data if -2 in places else None,
-        )  # fmt: skip
-        kernels.cast_own_kernels(ctypes.byref(o), scales_alone)
-        guarded(found, scales.reshape(-1).view(np.uint8))
-    for got, expected in zip(results, want, strict=True):
-        guarded(got, np.ascontiguousarray(expected).reshape(-1).view(np.uint8))
 
 
 @pytest.mark.parametrize("name", ["turned", "turned, by list", "both, by list"])

@@ -33,7 +33,6 @@ ALONG = dataclasses.replace(QUANTIZE, along=4096)
 BOTH = dataclasses.replace(ALONG, both=True, dtypes=(BF16,))
 DEQUANTIZE = dataclasses.replace(QUANTIZE, op="fp8_dequantize")
 CAST = dataclasses.replace(QUANTIZE, op="fp8_cast", block=None)
-CAST_OWN = dataclasses.replace(CAST, op="fp8_cast_own")
 LARGEST = dataclasses.replace(CAST, op="fp8_largest")
 ACTIVATION = problems.Fp8Activation(
     op="fp8_activation", platform="cuda", dtypes=(BF16,), columns=1024, activation="swiglu"
@@ -266,10 +265,6 @@ NEEDS = [
         "C % 16 == 0": {"columns": 2056},
         "along R without groups R % 16 == 0": {"along": 4104},
         "float32 x with powers of two": {"dtypes": (F32,), "power_of_two": False},
-    }),
-    ("jgg_fp8_cast sm80", CAST_OWN, {
-        "C % 16 == 0": {"columns": 2056},
-        "along R R % 16 == 0": {"along": 4104},
     }),
     ("jgg_fp8_cast sm80", LARGEST, {"C % 16 == 0": {"columns": 2056}}),
     ("jgg_fp8_activation_cast sm80", ACTIVATION_CAST, {

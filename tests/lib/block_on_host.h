@@ -30,8 +30,6 @@ void RunTogether(unsigned count, Function function) {
   for (auto& thread : threads) thread.join();
 }
 
-inline void LetOthersRun() { std::this_thread::yield(); }
-
 #else
 
 #include <setjmp.h>

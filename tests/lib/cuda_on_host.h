@@ -156,9 +156,6 @@ inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
   return old;
 }
 
-inline void __threadfence() {}
-inline void __nanosleep(unsigned) { LetOthersRun(); }
-
 inline int atomicAdd(int* at, int value) { return std::atomic_ref<int>(*at).fetch_add(value); }
 
 template <typename T>

@@ -2,7 +2,7 @@
 // test_fp8_cast_kernels.py.
 #include "cuda_on_host.h"
 //
-#include "fp8/device/cast_own.cuh"
+#include "fp8/device/cast.cuh"
 
 // Shared memory whose size is given at a launch, which a kernel declares as extern.
 #undef __shared__
@@ -94,37 +94,6 @@ void Cast(const Operands& o) {
   }
   RunBlocks({BlocksOf(o), y}, kSquareThreads, [&] {
     o.e5m2 ? CastKernel<kOf, Element::kE5M2>(cast) : CastKernel<kOf, Element::kE4M3>(cast);
-  });
-}
-
-// As many thread blocks at once as threads of the host, which may be fewer than tiles; or two for
-// each matrix that find scales alone.
-template <DType kOf>
-void CastOwnOf(const Operands& o, bool scales_alone) {
-  Groups groups(o);
-  CastOwnParams own{};
-  own.cast = ParamsOf(o, groups);
-  own.scales = static_cast<float*>(o.largest);
-  own.blocks = BlocksOf(o);
-  std::vector<uint64_t> said(own.blocks * o.matrices);
-  std::vector<int32_t> begun(1), counted(o.matrices);
-  std::vector<uint32_t> found(o.matrices);
-  own.said = said.data();
-  own.begun = begun.data();
-  own.found = found.data();
-  own.counted = counted.data();
-  if (scales_alone) {
-    return RunBlocks({2, static_cast<unsigned>(CeilDiv(o.matrices, 2))}, kLargestThreads, [&] {
-      o.e5m2 ? LargestOwnKernel<kOf, Element::kE5M2>(own)
-             : LargestOwnKernel<kOf, Element::kE4M3>(own);
-    });
-  }
-  const unsigned blocks = max(own.blocks, min(own.blocks * static_cast<unsigned>(o.matrices), 5u));
-  std::vector<CastOwnShared> shared(blocks);
-  RunCluster(blocks, {0, 0}, 0, kSquareThreads / 32, [&] {
-    CastOwnShared& of_block = shared[blockIdx.x];
-    o.e5m2 ? CastOwn<kOf, Element::kE5M2>(own, of_block)
-           : CastOwn<kOf, Element::kE4M3>(own, of_block);
   });
 }
 
@@ -223,15 +192,6 @@ extern "C" void cast_kernels(const Operands* o) {
     case DType::kF32: return Cast<DType::kF32>(*o);
     case DType::kBF16: return Cast<DType::kBF16>(*o);
     case DType::kF16: return Cast<DType::kF16>(*o);
-  }
-}
-
-// `largest` has room for scales.
-extern "C" void cast_own_kernels(const Operands* o, bool scales_alone) {
-  switch (static_cast<DType>(o->dtype)) {
-    case DType::kF32: return CastOwnOf<DType::kF32>(*o, scales_alone);
-    case DType::kBF16: return CastOwnOf<DType::kBF16>(*o, scales_alone);
-    case DType::kF16: return CastOwnOf<DType::kF16>(*o, scales_alone);
   }
 }
 

@@ -102,13 +102,10 @@ struct CastPlace {
   TileRows rows;    // of x
   int part, eight;  // eight columns, and eight rows, of those
 
-  __device__ explicit CastPlace(const QuantizeParams& p) : CastPlace(p, blockIdx.x) {}
-
-  // As that block of a matrix.
-  __device__ CastPlace(const QuantizeParams& p, uint32_t rest)
+  __device__ explicit CastPlace(const QuantizeParams& p)
       : part(threadIdx.x % kAcross), eight(threadIdx.x / kAcross) {
     const auto across = static_cast<uint32_t>(CeilDiv(p.columns, kBlock));
-    uint32_t first = 0, count = across;
+    uint32_t first = 0, count = across, rest = blockIdx.x;
     if (p.list != nullptr) {
       const uint32_t of_slice = p.slice * (gridDim.x / across);
       first = rest / of_slice * p.slice;
@@ -249,29 +246,8 @@ inline int64_t CastBlocks(int64_t tiles, int64_t columns) {
 
 inline constexpr int kLargestThreads = 256, kLargestSteps = 8;
 
-// A thread block's largest magnitudes of so many rows of matrix m. A thread has eight neighbouring
-// elements, and as many more as are behind those of all thread blocks.
-template <DType kOf>
-__device__ LargestPair LargestOfMatrix(const QuantizeParams& p, int64_t m, int64_t rows) {
-  const int64_t pieces = rows * p.columns / 8, step = int64_t{gridDim.x} * kLargestThreads;
-  const uint8_t* from = p.x + m * p.rows * p.columns * kElementBytes<kOf>;
-  LargestPair largest;
-  JGG_NO_UNROLL
-  for (int64_t first = blockIdx.x * kLargestThreads + threadIdx.x; first < pieces;
-       first += kLargestSteps * step) {
-    Patch<kOf> x;
-    JGG_UNROLL
-    for (int i = 0; i < kLargestSteps; ++i) {
-      const int64_t piece = first + i * step;
-      x[i] = LoadEight<kOf>(from + piece * (8 * kElementBytes<kOf>), piece < pieces);
-    }
-    JGG_UNROLL
-    for (int i = 0; i < kLargestSteps; ++i) largest.Add<kOf>(x[i], LargestOf<kOf>(x[i]));
-  }
-  return largest;
-}
-
-// cast.largest alone.
+// cast.largest alone. A thread has eight neighbouring elements, and as many more as are behind
+// those of all thread blocks.
 template <DType kOf>
 __global__ void __launch_bounds__(kLargestThreads)
     LargestKernel(const __grid_constant__ CastParams cast) {
@@ -279,10 +255,24 @@ __global__ void __launch_bounds__(kLargestThreads)
   const QuantizeParams& p = cast.of;
   int64_t rows = p.inside == nullptr ? p.rows : min(int64_t{*p.inside}, p.rows);
   if (cast.wanted != nullptr && *cast.wanted == 0) rows = 0;
+  const int64_t pieces = rows * p.columns / 8, step = int64_t{gridDim.x} * kLargestThreads;
   JGG_NO_UNROLL
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
     if (m != blockIdx.y) __syncthreads();  // shared memory is read
-    LargestPair largest = LargestOfMatrix<kOf>(p, m, rows);
+    const uint8_t* from = p.x + m * p.rows * p.columns * kElementBytes<kOf>;
+    LargestPair largest;
+    JGG_NO_UNROLL
+    for (int64_t first = blockIdx.x * kLargestThreads + threadIdx.x; first < pieces;
+         first += kLargestSteps * step) {
+      Patch<kOf> x;
+      JGG_UNROLL
+      for (int i = 0; i < kLargestSteps; ++i) {
+        const int64_t piece = first + i * step;
+        x[i] = LoadEight<kOf>(from + piece * (8 * kElementBytes<kOf>), piece < pieces);
+      }
+      JGG_UNROLL
+      for (int i = 0; i < kLargestSteps; ++i) largest.Add<kOf>(x[i], LargestOf<kOf>(x[i]));
+    }
     largest.Share<kLargestThreads>(shared);
     if (threadIdx.x == 0) {
       cast.largest[m * gridDim.x + blockIdx.x] = make_uint2(largest.all, largest.finite);
