@@ -180,7 +180,8 @@ using WideSm80 = device::PipelinedConfig<Element, kA, kB, 128, 256, 4, 1, 128>;
 // smaller tiles, which need fewer registers (docs/lab/sm80.md).
 inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major, bool b_k_major) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
-  if (!b_k_major && IsGated(gemm.epilogue.activation) && !gemm.epilogue.OnlyGates()) return false;
+  const bool alone = gemm.epilogue.OnlyGates() && gemm.out_width == 8;
+  if (!b_k_major && IsGated(gemm.epilogue.activation) && !alone) return false;
   return mm == a_k_major && gemm.a_width == 8 && gemm.b_width == 8 && gemm.out_n == 1 &&
          (!mm || gemm.k % 8 == 0);
 }
