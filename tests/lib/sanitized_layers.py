@@ -119,6 +119,15 @@ def some_tokens(rng):
     jax.block_until_ready(f(x, *arrays, index, weight))
     packed = [jgg.prepack(jgg.quantize(w, mode="nvfp4")) for w in arrays]
     jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, *packed, index, weight))
+    # Both products in one kernel.
+    x, index = oracle.random(rng, (37, 1152), "bfloat16"), rng.integers(-1, 121, (37, 4))
+    index = jnp.asarray(index, jnp.int32)
+    arrays = [
+        oracle.random(rng, shape, "bfloat16") for shape in ((120, 1152, 1152), (120, 1152, 576))
+    ]
+    jax.block_until_ready(f(x, *arrays, index, weight))
+    packed = [jgg.prepack(jgg.quantize(w, mode="nvfp4")) for w in arrays]
+    jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, *packed, index, weight))
 
 
 def few_dense(rng):

@@ -43,6 +43,8 @@ class SomeRows(ctypes.Structure):
     _fields_ = [
         *[(n, ctypes.c_void_p) for n in ("x", "index", "offset", "rows", "place", "sizes")],
         *[(n, ctypes.c_int32) for n in ("tokens", "k", "experts", "pieces")],
+        ("turns", ctypes.c_void_p),
+        ("turns_count", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -228,17 +230,19 @@ def test_forged_lists(rng, kernels, trial):
     ("tokens", "k", "experts", "pieces"), [(1, 8, 4, 3), (13, 5, 40, 257), (512, 2, 9, 1)]
 )
 def test_some_rows(rng, kernels, tokens, k, experts, pieces, offset):
-    """Route and dispatch in one: as numpy sorts, experts that are not here left out."""
+    """Route and dispatch in one: as numpy sorts, experts that are not here left out. What products
+    count becomes zeros."""
     index = rng.integers(-1, experts + 2, (tokens, k)).astype(np.int32)
     index[0, 0] = 2**31 - 1
     x = aligned(rng.integers(0, 2**31, (tokens, 4 * pieces)).astype(np.int32))
     shapes = (tokens * k, 4 * pieces), (tokens, k), (experts,)
     rows, place, sizes = results = [Result(shape, np.int32) for shape in shapes]
-    rows.array[...] = -7
+    turns = Result((tokens * k + 1,), np.int32)
+    rows.array[...] = turns.array[...] = -7
     first = None if offset is None else np.array([offset], np.int32)
     args = SomeRows(
         pointer(x), pointer(index), pointer(first), *(pointer(r.array) for r in results), tokens, k,
-        experts, pieces,
+        experts, pieces, pointer(turns.array), tokens * k + 1,
     )  # fmt: skip
     assert kernels.some_rows_kernel(ctypes.byref(args), ctypes.c_int64(x.nbytes)) == 0
     order, *want, _ = expected(index.astype(np.int64), experts, offset or 0, None)
@@ -247,3 +251,4 @@ def test_some_rows(rng, kernels, tokens, k, experts, pieces, offset):
         np.testing.assert_array_equal(got.checked(), value)
     copied = np.where(order[:, None] >= 0, x[order // k], -7)
     np.testing.assert_array_equal(rows.checked(), copied)
+    assert not turns.checked().any()

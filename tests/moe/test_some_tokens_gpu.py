@@ -1,4 +1,4 @@
-"""A layer of some tokens, by four kernels of which each begins before the one before has ended."""
+"""A layer of some tokens, by four kernels, or by three where both products are in one."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jax_groupgemm as jgg
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
 E, D, F = 64, 512, 256
+MANY = {"e": 128, "d": 1152, "f": 576}  # tiles of both products, which do not divide these sizes
 
 
 def packed(mode, *weights, **options):
@@ -21,12 +22,12 @@ def packed(mode, *weights, **options):
     return [jgg.prepack(q, strict=True) for q in quantized]
 
 
-def check(problem, **options):
-    """Against the composition of other kernels, and that it is four kernels."""
+def check(problem, count=4, **options):
+    """Against the composition of other kernels, and that it is so many kernels."""
     layer = lambda *a: jgg.moe_mlp(*a, **options)
     out, kernels = run(jax.jit(layer), *problem)
     assert [sum(name in k for k in kernels) for name in ("SomeRows", "Combine")] == [1, 1]
-    assert len(kernels) == 4, kernels
+    assert len(kernels) == count, kernels
     want = jax.jit(lambda *a: jgg.moe_mlp(*a, **options, implementation="composed"))(*problem)
     assert out.dtype == want.dtype
     got, want = oracle.f64(out), oracle.f64(want)
@@ -68,6 +69,41 @@ def test_nan(rng):
     index = jnp.arange(80, dtype=jnp.int32).reshape(40, 2) % E
     out = check((x.at[1, 7].set(jnp.nan), up, down, index, weight))
     np.testing.assert_array_equal(np.isnan(oracle.f64(out)).all(1), np.arange(40) == 1)
+
+
+def of_both(rng, kind):
+    """Many experts, of which one has more rows than a tile, and some have none."""
+    x, up, down, index, weight = problem(
+        rng, "bfloat16" if kind == "nvfp4" else kind, 64, 8, **MANY
+    )
+    index = index.at[:40, 0].set(3)
+    return x, *(packed("nvfp4", up, down) if kind == "nvfp4" else (up, down)), index, weight
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "nvfp4"])
+def test_both_products_in_one_kernel(rng, kind):
+    """... and the same bits in each run, whoever takes a tile."""
+    problem = of_both(rng, kind)
+    out = check(problem, count=3)
+    f = jax.jit(jgg.moe_mlp)
+    assert all((f(*problem) == out).all() for _ in range(50))
+    x, up, down, index, weight = problem
+    check((x, up, down, index, weight), count=3, expert_offset=jnp.int32(40))
+    if kind != "nvfp4":
+        transposed = x, up.swapaxes(1, 2), down.swapaxes(1, 2), index, weight
+        check(transposed, count=3, transpose_w=True)
+
+
+def test_nan_where_both_products_are_one_kernel(rng):
+    for kind in ("bfloat16", "nvfp4"):
+        x, *others = of_both(rng, kind)
+        out = check((x.at[1, 7].set(jnp.nan), *others), count=3)
+        np.testing.assert_array_equal(np.isnan(oracle.f64(out)).all(1), np.arange(64) == 1)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "nvfp4"])
+def test_both_products_replayed(rng, kind):
+    assert_chained(of_both(rng, kind), 6, CAPTURED)
 
 
 @pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
