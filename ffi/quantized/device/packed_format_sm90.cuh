@@ -24,18 +24,15 @@ __device__ inline void E2M1Pairs(uint32_t codes, uint32_t* pairs) {
 }
 
 // e2m1 for float16: the same bits where it has its sign, the last two bits of its exponent and the
-// first of its mantissa (bits 15 and 11-9): 2^-14 times the value. A product by the sum of two
-// powers of two moves a sign and the other bits by as much as each needs. Nothing overlaps.
+// first of its mantissa (bits 15 and 11-9): 2^-14 times the value. Products move the sign and the
+// other bits by as much as each needs: by the sum of two powers of two, or by 8 all but the sign.
 __device__ inline void E2M1HalfPairs(uint32_t codes, uint32_t* pairs) {
-  constexpr uint32_t kBoth = 0x8e008e00;
-  pairs[0] = (codes & 0x81c081c0) * (1 + (1 << 3)) & kBoth;
-  pairs[1] = (codes & 0x02070207) * ((1 << 6) + (1 << 9)) & kBoth;
-  // A rotation: what leaves a word comes in at its other end.
-  const uint64_t third = uint64_t{codes & 0x1c081c08} * ((1u << 12) + (1u << 15));
-  pairs[2] = (static_cast<uint32_t>(third) | static_cast<uint32_t>(third >> 32)) & kBoth;
-  const uint64_t last = uint64_t{codes & 0x60306030} * ((1u << 2) + (1u << 5) + (1u << 29));
-  pairs[3] =
-      (static_cast<uint32_t>(last) & 0x86008600) | (static_cast<uint32_t>(last >> 32) & 0x08000800);
+  constexpr uint32_t kBoth = 0x81c081c0, kRest = 0x01c001c0, kPlaces = 0x8e008e00;
+  const uint32_t first = codes & kBoth, third = FunnelLeft(codes, codes, 12) & kBoth;
+  pairs[0] = (first & kRest) * 7 + first;
+  pairs[1] = (codes & 0x02070207) * ((1 << 6) + (1 << 9)) & kPlaces;
+  pairs[2] = (third & kRest) * 7 + third;
+  pairs[3] = ((codes & 0x20302030) * ((1 << 2) + (1 << 5)) & 0x86008600) | (codes >> 3 & 0x08000800);
 }
 constexpr uint32_t kMinusZeros = 0x80008000;  // keeps the sign of a product that is 0
 

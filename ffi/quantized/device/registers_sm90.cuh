@@ -14,8 +14,8 @@ constexpr uint32_t k2To120 = 0x7b807b80, k2To126 = 0x7e807e80;  // pairs of 2^12
 // Codes come to their places as tiny numbers, subnormal ones mostly. What they are too small by is
 // one factor with their scales (and the sum's unit) where that is a bfloat16, kSmall, as usual;
 // kAny takes one instruction more for every pair. kSums: codes come as numbers, and scales multiply
-// their sums.
-enum class ScaleRange { kAny, kSmall, kSums };
+// their sums. kRounded: as kAny, and float16 values of mxfp4 are those of bfloat16, rounded.
+enum class ScaleRange { kAny, kSmall, kSums, kRounded };
 
 // Bytes of e8m0 without these bits are small: times 2^126 they still are a bfloat16.
 constexpr uint32_t kHighestOfBytes = 0x80808080;

@@ -151,9 +151,10 @@ struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
           line_at_((threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16) * 128) {}
 
     __device__ Words Load(const char* codes, const char* scales, int group) const {
-      const auto loaded = reader_.template Load<false, ScaleRange::kAny>(codes, scales, group);
+      constexpr ScaleRange kRange = Tiles::kHalf ? ScaleRange::kRounded : ScaleRange::kAny;
+      const auto loaded = reader_.template Load<false, kRange>(codes, scales, group);
       Words words;
-      reader_.template Read<4, false, ScaleRange::kAny>(loaded, group, 0, words.a);
+      reader_.template Read<4, false, kRange>(loaded, group, 0, words.a);
       return words;
     }
 

@@ -43,9 +43,13 @@ struct PackedCodes<Mode::kMxfp4, 4> : PackedCodesBase<Mode::kMxfp4, 4> {
   }
 
   // kSmall: what codes are multiplied by. kAny: the bytes where bfloat16 has its exponent, from
-  // which DecodeHalf makes two factors.
+  // which DecodeHalf makes two factors. kRounded: bfloat16 scales. Where what is decoded is written
+  // to shared memory, this way is the faster one (docs/lab).
   template <bool kFewRows, ScaleRange kRange>
   __device__ static void LoadHalfScales(const char* scales, int, uint32_t (&words)[1][2]) {
+    if constexpr (kRange == ScaleRange::kRounded) {
+      return LoadScales<kFewRows, ScaleRange::kAny>(scales, 0, words);
+    }
     const uint32_t bytes = *reinterpret_cast<const uint32_t*>(scales);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -59,6 +63,9 @@ struct PackedCodes<Mode::kMxfp4, 4> : PackedCodesBase<Mode::kMxfp4, 4> {
   template <bool kFewRows, ScaleRange kRange>
   __device__ static void DecodeHalf(const uint32_t (&codes)[4], int step,
                                     const uint32_t (&scales)[1][2], uint32_t* a) {
+    if constexpr (kRange == ScaleRange::kRounded) {
+      return PackedCodesBase::DecodeHalf<kFewRows, kRange>(codes, step, scales, a);
+    }
     E2M1HalfPairs(codes[step], a);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
