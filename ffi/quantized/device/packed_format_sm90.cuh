@@ -32,7 +32,8 @@ __device__ inline void E2M1HalfPairs(uint32_t codes, uint32_t* pairs) {
   pairs[0] = (first & kRest) * 7 + first;
   pairs[1] = (codes & 0x02070207) * ((1 << 6) + (1 << 9)) & kPlaces;
   pairs[2] = (third & kRest) * 7 + third;
-  pairs[3] = ((codes & 0x20302030) * ((1 << 2) + (1 << 5)) & 0x86008600) | (codes >> 3 & 0x08000800);
+  pairs[3] =
+      ((codes & 0x20302030) * ((1 << 2) + (1 << 5)) & 0x86008600) | (codes >> 3 & 0x08000800);
 }
 constexpr uint32_t kMinusZeros = 0x80008000;  // keeps the sign of a product that is 0
 
