@@ -246,15 +246,6 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
   }
 
-  // mm: tile `number`, which is not before those that were asked for earlier.
-  __device__ Work At(int number) {
-    next_ = number;
-    return Next();
-  }
-
-  // How many there are. Known once a tile behind the last one was asked for.
-  __device__ int TilesInAll() const { return window_tiles_; }
-
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
   __device__ Work Next() {
     if (kRaggedK && gemm_.order.ranks) return NextRanked();
@@ -294,7 +285,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
     return work;
   }
 
- private:
+ protected:
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }

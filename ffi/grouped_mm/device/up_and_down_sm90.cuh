@@ -54,6 +54,22 @@ __device__ inline void WaitForRows(const int32_t* turns, const Work& work, int w
   FenceGlobalProxies();
 }
 
+// Tiles by their numbers, which rise.
+template <typename Config>
+class NumberedTiles : public ScheduleSm90<Config::kRows, Config::kScheduledBlocks, 1, false> {
+ public:
+  __device__ explicit NumberedTiles(const GemmSm90& gemm)
+      : ScheduleSm90<Config::kRows, Config::kScheduledBlocks, 1, false>(gemm, 0, 1, nullptr) {}
+
+  __device__ Work At(int number) {
+    this->next_ = number;
+    return this->Next();
+  }
+
+  // Known once a tile behind the last one was asked for.
+  __device__ int TilesInAll() const { return this->window_tiles_; }
+};
+
 // Takes tiles and puts them into the ring of work.
 template <typename Config>
 __device__ void TakeTiles(const GemmSm90& up, const GemmSm90& down, int32_t* turns,
@@ -79,16 +95,15 @@ __device__ void TakeTiles(const GemmSm90& up, const GemmSm90& down, int32_t* tur
   int number = take(), before = 0;
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
-    ScheduleSm90<Config::kRows, Config::kScheduledBlocks, 1, false> schedule(which == 0 ? up : down,
-                                                                             0, 1, nullptr);
+    NumberedTiles<Config> tiles(which == 0 ? up : down);
     while (true) {
-      Work work = schedule.At(number - before);
+      Work work = tiles.At(number - before);
       if (work.rows == 0) break;
       ProductOf(work) = which;
       put(work);
       number = take();
     }
-    before += schedule.TilesInAll();
+    before += tiles.TilesInAll();
   }
   put(Work{});
 }
