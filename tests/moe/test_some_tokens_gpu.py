@@ -1,5 +1,7 @@
 """A layer of some tokens, by four kernels, or by three where both products are in one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,11 @@ import jax_groupgemm as jgg
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
 E, D, F = 64, 512, 256
-MANY = {"e": 128, "d": 1152, "f": 576}  # tiles of both products, which do not divide these sizes
+MANY: dict[str, Any] = {
+    "e": 128,
+    "d": 1152,
+    "f": 576,
+}  # tiles of both products, which do not divide these sizes
 
 
 def packed(mode, *weights, **options):
@@ -71,7 +77,7 @@ def test_nan(rng):
     np.testing.assert_array_equal(np.isnan(oracle.f64(out)).all(1), np.arange(40) == 1)
 
 
-def of_both(rng, kind):
+def of_both(rng, kind) -> tuple[Any, ...]:
     """Many experts, of which one has more rows than a tile, and some have none."""
     x, up, down, index, weight = problem(
         rng, "bfloat16" if kind == "nvfp4" else kind, 64, 8, **MANY
