@@ -176,12 +176,11 @@ template <typename Element, bool kA, bool kB>
 using WideSm80 = device::PipelinedConfig<Element, kA, kB, 128, 256, 4, 1, 128>;
 
 // Whether the pipeline takes these operands: copies are of 16 bytes, and results lie in rows. A
-// gated w whose rows lie along n, with options beside its activation, takes as long here as in the
-// smaller tiles, which need fewer registers (docs/lab/sm80.md).
+// gated w whose rows lie along n takes as long here as in the smaller tiles, which need fewer
+// registers (docs/lab/sm80.md).
 inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major, bool b_k_major) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
-  const bool alone = gemm.epilogue.OnlyGates() && gemm.out_width == 8;
-  if (!b_k_major && IsGated(gemm.epilogue.activation) && !alone) return false;
+  if (!b_k_major && IsGated(gemm.epilogue.activation)) return false;
   return mm == a_k_major && gemm.a_width == 8 && gemm.b_width == 8 && gemm.out_n == 1 &&
          (!mm || gemm.k % 8 == 0);
 }
@@ -211,27 +210,26 @@ template <typename Element, bool kAKMajor, bool kBKMajor>
 cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   using Configs = ConfigsSm80<Element, kAKMajor, kBKMajor>;
   constexpr int64_t kLow = Configs::Low::kM, kMedium = Configs::Medium::kM;
-  const int64_t medium_below = 4 * Processors();                // tiles of 128 x 128
-  const bool preactivation = gemm.epilogue.HasPreactivation();  // the pipeline alone has it
+  const int64_t medium_below = 4 * Processors();  // tiles of 128 x 128
   static_assert(kBytesSm80<typename Configs::Low> <= kLeastSharedMemory);
   static_assert(kBytesSm80<typename Configs::Medium> <= kLeastSharedMemory);
   static_assert(kBytesSm80<typename Configs::Large> <= kLeastSharedMemory);
   const int64_t rows = TypicalRows<Element>(gemm, kLow);
-  if (rows <= kLow && !preactivation) return LaunchConfig<typename Configs::Low>(stream, gemm);
+  if (rows <= kLow) return LaunchConfig<typename Configs::Low>(stream, gemm);
   // Small tiles of tf32 are all that does not fit on every GPU.
   const bool fits = kBytesSm80<typename Configs::Small> <= SharedMemory();
-  if (fits && !preactivation && Tiles(gemm, 64, 64) < Configs::SmallBelow()) {
+  if (fits && Tiles(gemm, 64, 64) < Configs::SmallBelow()) {
     return LaunchConfig<typename Configs::Small>(stream, gemm);
   }
   if constexpr (kHasPipelined<Element, kAKMajor, kBKMajor>) {
-    if ((rows > kMedium / 2 || preactivation) && CanPipeline(gemm, kAKMajor, kBKMajor)) {
+    if (rows > kMedium / 2 && CanPipeline(gemm, kAKMajor, kBKMajor)) {
       const ProblemSm80 problem = ProblemOf(gemm);
       const GpuSm80 gpu{Processors(), SharedMemory()};
       using Wide = WideSm80<Element, kAKMajor, kBKMajor>;
       using Square = cute::conditional_t<kSample, Wide, SquareSm80<Element, kAKMajor, kBKMajor>>;
       static_assert(kBytesSm80<Wide> <= kLeastSharedMemory &&
                     kBytesSm80<Square> <= kLeastSharedMemory);
-      switch (ChooseTileSm80(problem, gpu, preactivation)) {
+      switch (ChooseTileSm80(problem, gpu)) {
         case TileSm80::kWide:
           return LaunchPipelined<Wide>(stream, WithRuns<Wide>(gemm, problem, gpu));
         case TileSm80::kSquare:
@@ -240,7 +238,6 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
       }
     }
   }
-  if (preactivation) return cudaErrorInvalidValue;
   if (rows <= kMedium || Tiles(gemm, 128, 128) < medium_below) {
     return LaunchConfig<typename Configs::Medium>(stream, gemm);
   }

@@ -110,6 +110,10 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                          "x_rows and y_rows need sm90: ", no_sm90.value_or("kernel is 'sm80'"));
   }
   if (planes > 1) return Unimplemented("mm", no_sm90.value_or("split operands need sm90"));
+  if (args.epilogue.HasPreactivation()) {
+    return Unimplemented("mm",
+                         "a preactivation needs sm90: ", no_sm90.value_or("kernel is 'sm80'"));
+  }
   if (auto reason = mm_sm80_unsupported(args, capability)) return Unimplemented("mm", *reason);
   return FromCuda("mm", mm_sm80(stream, args));
 }

@@ -25,7 +25,7 @@ struct Epilogue {
   bool accumulate = false;  // `out` already holds existing_out
   Activation activation = Activation::kNone;
   // The sums with their bias, (T, N), are a second result, in the operands' dtype; and the
-  // activation may be of those, as they are rounded. sm90 and sm80 have both for gated activations.
+  // activation may be of those, as they are rounded. sm90 has both for gated activations.
   void* preactivation = nullptr;
   bool rounds_preactivation = false;
 
@@ -34,10 +34,6 @@ struct Epilogue {
   }
   constexpr bool HasPreactivation() const {
     return preactivation != nullptr || rounds_preactivation;
-  }
-  // Whether it has nothing but an activation that is gated.
-  constexpr bool OnlyGates() const {
-    return bias == nullptr && row_scale == nullptr && !accumulate && IsGated(activation);
   }
   // Whether it has a bias and scales at most.
   constexpr bool Linear() const { return !accumulate && activation == Activation::kNone; }

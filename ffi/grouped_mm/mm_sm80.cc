@@ -7,9 +7,11 @@
 
 namespace jgg {
 
-namespace {
+std::optional<std::string> mm_sm80_unsupported(const MmArgs& args, int compute_capability) {
+  return NeedsComputeCapability(80, compute_capability);
+}
 
-GemmSm80 ToGemm(const MmArgs& args) {
+cudaError_t mm_sm80(cudaStream_t stream, const MmArgs& args) {
   const bool x_k_major = args.strides.x_k == 1, w_k_major = args.strides.w_k == 1;
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   GemmSm80 gemm{};
@@ -39,35 +41,7 @@ GemmSm80 ToGemm(const MmArgs& args) {
   gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {gemm.out_m, columns});
   gemm.metadata = args.metadata;
   gemm.epilogue = args.epilogue;
-  return gemm;
-}
-
-// The tiles with a pipeline have it, and they alone.
-std::optional<std::string> PreactivationProblem(const MmArgs& args) {
-  const Epilogue& epilogue = args.epilogue;
-  if (!epilogue.OnlyGates()) return "a preactivation needs a gated activation, and nothing else";
-  if (args.dtype == DType::kF32 || args.out_dtype != args.dtype) {
-    return "a preactivation needs 16-bit operands, and a result of their dtype";
-  }
-  const GemmSm80 gemm = ToGemm(args);
-  const bool whole = gemm.a_width == 8 && gemm.b_width == 8 && gemm.out_width == 8 &&
-                     AlignedElements(args.dtype, epilogue.preactivation, {args.n}) == 8;
-  if (!whole || args.k % 8 != 0 || args.strides.x_k != 1 || args.strides.out_n != 1) {
-    return "a preactivation needs lines of whole 16 bytes";
-  }
-  return args.in_order ? std::nullopt : std::optional("a preactivation needs segments in order");
-}
-
-}  // namespace
-
-std::optional<std::string> mm_sm80_unsupported(const MmArgs& args, int compute_capability) {
-  if (auto reason = NeedsComputeCapability(80, compute_capability)) return reason;
-  return args.epilogue.HasPreactivation() ? PreactivationProblem(args) : std::nullopt;
-}
-
-cudaError_t mm_sm80(cudaStream_t stream, const MmArgs& args) {
-  return LaunchGemmSm80(stream, ToGemm(args), args.dtype, args.tf32, args.strides.x_k == 1,
-                        args.strides.w_k == 1);
+  return LaunchGemmSm80(stream, gemm, args.dtype, args.tf32, x_k_major, w_k_major);
 }
 
 }  // namespace jgg

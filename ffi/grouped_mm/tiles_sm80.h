@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 namespace jgg {
 
@@ -57,13 +58,11 @@ inline double TimeSm80(const TileTimesSm80& tile, const ProblemSm80& p, const Gp
   return rounds * area * tile.time * (static_cast<double>(p.k) + tile.rest);
 }
 
-// pipelined: not Medium.
-inline TileSm80 ChooseTileSm80(const ProblemSm80& p, const GpuSm80& gpu, bool pipelined = false) {
-  TileSm80 best = pipelined ? TileSm80::kSquare : TileSm80::kMedium;
-  double least = TimeSm80(kTilesSm80[pipelined ? 1 : 2], p, gpu);
+inline TileSm80 ChooseTileSm80(const ProblemSm80& p, const GpuSm80& gpu) {
+  TileSm80 best = TileSm80::kMedium;
+  double least = TimeSm80(*std::rbegin(kTilesSm80), p, gpu);
   for (const TileTimesSm80& tile : kTilesSm80) {
     const double time = TimeSm80(tile, p, gpu);
-    if (pipelined && tile.tile == TileSm80::kMedium) continue;
     if (p.segments <= tile.most_segments && time < least) {
       least = time;
       best = tile.tile;

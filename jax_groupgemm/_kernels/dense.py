@@ -22,9 +22,6 @@ SORT_BELOW_ROWS = {"mm": (32, 0), "qmm": (128, 8)}
 # 208 and 214 us, 32 rows 249 and 278, 256 rows 581 and 576; 8 of 4096 x 4096: 16 rows 80 and 86,
 # 128 rows 124 and 118, 1024 rows 654 and 552.
 _LISTS_UP_TO_ROWS = 64
-# Rows per segment above which the generic kernel's tiles with a pipeline are the faster ones, and
-# so make an activation of rounded sums, too.
-_PREACTIVATION_FROM_ROWS = 96
 # K up to which one sum is as good as a result of this dtype deserves. Tensor cores cut sums off, by
 # 4.3e-9 of the products' absolute sum for each k; sums by FMA are rounded to nearest.
 _LONGEST_SUM = {"float32": 2**14, "float16": 2**15, "bfloat16": 2**17}
@@ -211,23 +208,9 @@ def option_dtypes(p: Mm | Qmm) -> str | None:
 
 
 def mm_fuses_generic(p: Mm) -> str | None:
-    if p.preactivation and (why := _preactivation_sm80(p)):
-        return why
+    if p.preactivation:
+        return "it has no preactivation"
     return "it takes no lists of rows" if p.lists else mm_fuses(p)
-
-
-def _preactivation_sm80(p: Mm) -> str | None:
-    """Why the generic kernel does not make the activation of rounded sums. Tiles with a pipeline
-    do, which few rows do not take."""
-    if len(set(p.dtypes)) != 1 or p.dtypes[0] not in HALVES:
-        return f"operands must be {' or '.join(HALVES)} alike"
-    if p.bias:
-        return "a bias beside a preactivation"
-    if p.n % 16:
-        return f"needs N % 16 == 0, got N={p.n}"
-    if p.rows <= _PREACTIVATION_FROM_ROWS * p.segments:
-        return f"few rows: at most {_PREACTIVATION_FROM_ROWS} per segment"
-    return None
 
 
 def mm_fuses_cpu(p: Mm) -> str | None:

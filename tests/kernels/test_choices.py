@@ -43,33 +43,6 @@ def test_what_is_fused(hopper, changed, why):
     assert plan is None or plan.kernel.name == "sm90"
 
 
-ROUNDED = dataclasses.replace(
-    MM, implementation="sm80", activation="swiglu", gated=True, rounds=True, preactivation=True
-)
-
-
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({}, None),
-        ({"bias": True, "option_dtypes": ("float32",)}, "a bias beside a preactivation"),
-        ({"dtypes": ("float32",) * 2}, "operands must be bfloat16 or float16 alike"),
-        ({"out_dtype": "float32"}, "the result has another dtype than the operands"),
-        ({"n": 520}, "needs N % 16 == 0, got N=520"),
-        ({"k": 252}, "needs K % 8 == 0, got K=252"),
-        ({"rows": 768}, "few rows: at most 96 per segment"),
-        ({"more_options": True}, "options beside a preactivation"),
-        ({"in_order": False}, "segments may overlap or come in any order"),
-    ],
-)
-def test_what_the_generic_kernel_fuses(hopper, changed, why):
-    problem = dataclasses.replace(ROUNDED, **changed)
-    assert dense.mm_fuses_generic(problem) == why
-    plan = choose.fused(problem)
-    assert (plan is None) == (why is not None)
-    assert plan is None or plan.kernel.name == "sm80"
-
-
 BY_LIST = dataclasses.replace(MM, lists=True, x_list_alone=True)
 DOWN = dataclasses.replace(BY_LIST, op="down_backward", activation="swiglu")
 

@@ -11,10 +11,6 @@ import pytest
 from device_runs import names
 
 import jax_groupgemm as jgg
-from jax_groupgemm._core import segments
-from jax_groupgemm._core.products import Mm
-from jax_groupgemm._grouped import activations, fused
-from jax_groupgemm._grouped.call import Epilogue
 
 # What reads and writes is tested on a CPU too, of fewer columns.
 IMPLEMENTATIONS = ["reference", pytest.param("sm80", marks=pytest.mark.gpu)]
@@ -90,51 +86,6 @@ def test_epilogues(rng, implementation, k, transpose_w, activation):
     want = oracle.f64(options["existing_out"])
     want[: len(group)] += oracle.f64(options["row_scale"])[: len(group), None] * y
     oracle.assert_close(out, want)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("k", [SHORT, LONG])
-@pytest.mark.parametrize("transpose_w", [False, True])
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "swiglu_oai"])
-@pytest.mark.one_in(4)
-def test_gated_alone(rng, implementation, k, transpose_w, activation):
-    """No option beside the activation: a thread has a result's gate and value. Half of N ends
-    within a warp's columns."""
-    x, w, _ = operands(rng, implementation, k, "bfloat16", transpose_w)
-    x = x / k**0.5
-    out = product(x, w, implementation, transpose_w=transpose_w, activation=activation)
-    gate, up = np.split(oracle.grouped_mm(x, w, SIZES, transpose_w=transpose_w), 2, axis=1)
-    want = oracle.f64(activations.activate(jnp.concatenate([gate, up], 1), activation))
-    oracle.assert_close(out[: len(want)], want, k=k)
-    assert not np.asarray(out[-41:]).any()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("k", [SHORT, LONG])
-@pytest.mark.parametrize("transpose_w", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.one_in(4)
-def test_preactivation(rng, implementation, k, transpose_w, dtype):
-    """The sums, rounded, and the activation of those: of rows of no group, zeros."""
-    x, w, _ = operands(rng, implementation, k, dtype, transpose_w)
-    x = x / k**0.5
-    mm = Mm(
-        rows=ROWS, out_dtype=jnp.dtype(dtype), transpose_w=transpose_w,
-        implementation=implementation,
-    )  # fmt: skip
-    epilogue = Epilogue(activation="swiglu", rounds=True)
-    run = lambda x, w, sizes: fused.MM.preactivated(x, w, segments.sizes(sizes), epilogue, mm)
-    given = x, w, jnp.asarray(SIZES, jnp.int32)
-    if implementation == "sm80":
-        assert jax.jit(run).lower(*given).as_text().count(" preactivation = true") == 1
-    out, h = jax.jit(run)(*given)
-    live = int(SIZES.sum())
-    want = oracle.grouped_mm(x, w, SIZES, transpose_w=transpose_w)
-    oracle.assert_close(h[: len(want)], want, k=k)
-    gate, up = np.split(oracle.f64(h), 2, axis=1)
-    oracle.assert_close(out, gate / (1 + np.exp(-gate)) * up)
-    assert not np.asarray(h[live:]).any()
-    assert not np.asarray(out[live:]).any()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

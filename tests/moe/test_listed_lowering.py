@@ -138,16 +138,3 @@ def test_quantized_weights():
     assert set(found) == {"qmm", "wgrad"}
     assert found.count("wgrad") == 2
     assert names(run, *args)[1] == "jgg_moe_dispatch"
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_the_generic_kernel_activates(gradients, monkeypatch):
-    """On a GPU that has no other kernel: rows are copied, and the first product activates them. It
-    stores its sums, too, where the backward pass needs them."""
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (80,))
-    run, args = layer()
-    text = cuda_text(gradient(run) if gradients else run, *args)
-    assert text.count("rounds_preactivation = true") == 1
-    assert text.count(" preactivation = true") == gradients
-    few, args = layer(t=100)
-    assert "rounds_preactivation = true" not in cuda_text(few, *args)

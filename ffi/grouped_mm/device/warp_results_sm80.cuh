@@ -44,14 +44,6 @@ class WarpResults {
     const bool gated = Config::kHasOptions && IsGated(gemm.epilogue.activation);
     const int n0 = column + (warp % Config::kWarpsN * kWarpTile >> gated);
     unsigned char* staged = results + warp * kResultBytes;
-    if constexpr (Config::kHasOptions && !Config::kTurned) {
-      if (gemm.epilogue.OnlyGates() && gemm.out_width == 8 && gemm.out_dtype == kOutDType) {
-        DispatchActivation<true>(gemm.epilogue.activation, [&](auto of) {
-          StoreGated<decltype(of)>(gemm, tile, sums, row0, n0, lane, staged);
-        });
-        return;
-      }
-    }
     const bool plain = !(Config::kHasOptions || Config::kAddsExisting) || !gemm.epilogue.Any();
     if (plain && gemm.out_width == 8 && gemm.out_dtype == kOutDType) {
       StorePacked(gemm, tile, sums, row0, n0, lane, staged);
@@ -112,89 +104,6 @@ class WarpResults {
       }
       __syncwarp();
     }
-  }
-
-  // A gated activation. A thread has the gate and the value of a result, so it needs no other
-  // thread's sums. 16 rows at a time: 64 bytes each, whose pieces of 16 bytes are swizzled by pairs
-  // of rows. If asked for, the sums are stored, too, as StorePacked stores them.
-  template <typename Of>
-  __device__ static void StoreGated(const GemmSm80& gemm, const Tile& tile, const WarpSums& sums,
-                                    int row0, int n0, int lane, unsigned char* staged) {
-    const int row = lane / 4;
-    uint32_t* words = reinterpret_cast<uint32_t*>(staged);
-    const uint4* pieces = reinterpret_cast<const uint4*>(staged);
-    const int column = n0 + lane % 4 * 8;
-    const int64_t line = gemm.out_m;
-    Element* to =
-        static_cast<Element*>(gemm.out) + Origin(gemm, tile) + (row0 + row) * line + column;
-    const int m_lo = tile.m_lo, m_hi = column < tile.n_count ? tile.m_hi : 0;
-    const bool rounds = gemm.epilogue.rounds_preactivation;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (row0 + Config::kRowsApart * i >= tile.m_hi) break;
-      if (gemm.epilogue.preactivation != nullptr) {
-        StoreSums(gemm, tile, sums, row0, n0, lane, staged, i);
-        __syncwarp();
-      }
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-#pragma unroll
-        for (int high = 0; high < 2; ++high) {
-          const int gate = Turn::GatePiece(p);
-          float2 x = TwoSums(sums, 2 * i + high, gate);
-          float2 up = TwoSums(sums, 2 * i + high, gate + Turn::kPieces);
-          if (rounds) x = Rounded(x), up = Rounded(up);
-          words[(row + 8 * high) * 16 + ((p ^ row / 2) * 4 + lane % 4)] = Pack<Element>(
-              Of::template Value<true>(x.x, up.x), Of::template Value<true>(x.y, up.y));
-        }
-      }
-      __syncwarp();
-#pragma unroll
-      for (int high = 0; high < 2; ++high) {
-        const int m = row0 + Config::kRowsApart * i + row + 8 * high;
-        const uint4 values = pieces[(row + 8 * high) * 4 + (lane % 4 ^ row / 2)];
-        if (m >= m_lo && m < m_hi) *reinterpret_cast<uint4*>(to) = values;
-        to += (high == 0 ? 8 : Config::kRowsApart - 8) * line;
-      }
-      __syncwarp();
-    }
-  }
-
-  // Atom i of the sums to the preactivation: gates and values are gemm.n / 2 apart there.
-  __device__ static void StoreSums(const GemmSm80& gemm, const Tile& tile, const WarpSums& sums,
-                                   int row0, int n0, int lane, unsigned char* staged, int i) {
-    const int row = lane / 4, first = lane % 8 * 8;
-    uint32_t* words = reinterpret_cast<uint32_t*>(staged);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int at = row * 32 + ((j ^ row) * 4 + lane % 4);
-      words[at] = PairOf(sums, 2 * i, j);
-      words[at + 8 * 32] = PairOf(sums, 2 * i + 1, j);
-    }
-    __syncwarp();
-    const int column = n0 + Turn::Column(first);
-    if (column >= tile.n_count) return;
-    const int m0 = row0 + Config::kRowsApart * i;
-    Element* to = static_cast<Element*>(gemm.epilogue.preactivation) +
-                  (tile.row0 + m0 + lane / 8) * gemm.n + tile.n0 + column +
-                  (Turn::IsValue(first) ? gemm.n / 2 : 0);
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      const int from = 4 * s + lane / 8, m = m0 + from;
-      const uint4 values = reinterpret_cast<const uint4*>(staged)[from * 8 + (lane % 8 ^ from % 8)];
-      if (m >= tile.m_lo && m < tile.m_hi) *reinterpret_cast<uint4*>(to) = values;
-      to += 4 * gemm.n;
-    }
-  }
-
-  // A thread's two sums of row lane / 4 of 8 rows and 8 columns.
-  __device__ static float2 TwoSums(const WarpSums& sums, int eight, int j) {
-    const float* two = sums[eight / 2][j] + eight % 2 * 2;
-    return make_float2(two[0], two[1]);
-  }
-
-  __device__ static float2 Rounded(float2 two) {
-    return make_float2(static_cast<float>(Element(two.x)), static_cast<float>(Element(two.y)));
   }
 
   // 8 rows of floats at a time, with bias, activation, row scale and existing result; kWidth is 4,
