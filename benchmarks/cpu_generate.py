@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import json
 import os
 import resource
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .gpu import commit
 
 ROOT = Path(__file__).parents[1]
 WIDTH, HEADS, EXPERTS, CHOSEN, HIDDEN, VOCABULARY = 2048, 16, 64, 8, 1024, 50_304  # OLMoE-1B-7B
@@ -208,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
         )
     if args.json:
         record = {
-            "date": datetime.now(UTC).date().isoformat(), "file": args.file.name, "bytes": size,
+            "date": datetime.now(UTC).date().isoformat(), "commit": commit(),
+            "jax": importlib.metadata.version("jax"), "file": args.file.name, "bytes": size,
             "threads": args.threads, "prompt": args.prompt, "tokens": args.tokens, "records": rows,
         }  # fmt: skip
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
