@@ -55,7 +55,7 @@ def test_grouped_rows():
 
 
 def test_not_taken():
-    """Elsewhere, of nothing, in a batch, of other blocks and shapes, and where XLA cuts arrays."""
+    """Elsewhere, of nothing, of other blocks and shapes, and where XLA cuts arrays."""
     q = zeros(48, 64)
     assert TARGET in text_of(q)
     assert TARGET not in text_of(q, platform="cpu")
@@ -63,12 +63,18 @@ def test_not_taken():
     assert TARGET not in text_of(zeros(48, 60))
     for block in (None, (1, 64), (64, 128)):
         assert TARGET not in text_of(zeros(48, 64, block=block))
-    many = jgg.fp8_quantize(jnp.zeros((3, 48, 64)))
-    batch = jax.jit(jax.vmap(jgg.dequantize))
-    assert TARGET not in batch.trace(many).lower(lowering_platforms=("cuda",)).as_text()
     mesh = jax.make_mesh((2,), ("x",), devices=jax.local_devices()[:2])
     sharding = NamedSharding(mesh, P("x"))
     assert TARGET not in text_of(jax.tree.map(lambda a: jax.device_put(a, sharding), q))
+
+
+def test_batches():
+    """Matrices are one call, whichever axes vmap adds."""
+    many = jgg.fp8_quantize(jnp.zeros((3, 2, 48, 64)))
+    batch = jax.jit(jax.vmap(jax.vmap(jgg.dequantize)))
+    text = batch.trace(many).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = [line for line in text.splitlines() if f"@{TARGET}(" in line]
+    assert "tensor<6x48x64xf8E4M3FN>" in line
 
 
 # ---- on a GPU ----

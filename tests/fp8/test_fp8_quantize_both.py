@@ -90,17 +90,24 @@ def test_call(axis):
 
 
 def test_not_taken():
-    """Elsewhere, of nothing, in a batch, of other blocks and shapes, and where XLA cuts arrays."""
+    """Elsewhere, of nothing, of other blocks and shapes, and where XLA cuts arrays."""
     x = jnp.zeros((2, 48, 64))
     assert TARGET in text_of(both, x)
     assert TARGET not in text_of(both, x, platform="cpu")
     assert TARGET not in text_of(both, x[:0])
-    assert TARGET not in text_of(jax.vmap(both), x)
     assert TARGET not in text_of(functools.partial(both, block=(64, 64)), x)
     for cut in (x[:, :40], x[:, :, :40], x[:, :, :60]):
         assert TARGET not in text_of(both, cut)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.local_devices()[:2])
     assert TARGET not in text_of(both, jax.device_put(x, NamedSharding(mesh, P("x"))))
+
+
+def test_batches():
+    """Matrices are one call, whichever axes vmap adds."""
+    text = text_of(jax.vmap(jax.vmap(both)), jnp.zeros((2, 3, 48, 64)))
+    (line,) = [line for line in text.splitlines() if "@jgg_fp8_quantize(" in line]
+    assert TARGET in line
+    assert "tensor<6x48x64xf32>" in line
 
 
 def test_one_of_both():

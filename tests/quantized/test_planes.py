@@ -179,7 +179,7 @@ def test_how_many_parts(dtype, tf32, planes):
     assert dense.qmm_planes(problem) == (3 if dtype == "float32" else 1)
     other = dataclasses.replace(problem, float16_scales=False, tf32=tf32)
     assert dense.qmm_planes(other) == planes
-    assert dense.qmm_planes(dataclasses.replace(other, transpose_w=False)) == (planes == 1)
+    assert dense.qmm_planes(dataclasses.replace(other, transpose_w=False)) == planes
     exact = dataclasses.replace(other, scalable=False, exact_in_bfloat16=True)
     assert dense.qmm_planes(exact) == planes
     assert dense.qmm_planes(dataclasses.replace(exact, rows=2**30)) == (planes == 1)
@@ -188,9 +188,9 @@ def test_how_many_parts(dtype, tf32, planes):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("mode", "scales"), [("affine", "bfloat16"), ("fp8", "float32")])
 def test_scales_multiply_sums(mode, scales):
-    """bfloat16 does not hold the weight's values. Planes of few rows are rows; those of more rows
-    lie beside each other, and the call packs an affine weight that is stored as it was. Blocks as
-    they are stored always multiply sums."""
+    """bfloat16 does not hold the weight's values. A stored affine weight takes few rows as they are.
+    Planes of few rows are rows of a prepacked one; those of more rows lie beside each other, and
+    the call packs. Blocks as they are stored always multiply sums."""
     w = array(4, 128, 256, dtype=scales if mode == "affine" else "float32")
     stored = jax.eval_shape(lambda w: jgg.quantize(w, mode=mode), w)
     f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
@@ -201,7 +201,8 @@ def test_scales_multiply_sums(mode, scales):
     packed = jax.eval_shape(jgg.prepack, stored)
     for q in (stored, packed) if mode == "affine" else (packed,):
         target = "jgg_qmm" if q is stored else "jgg_qmm_packed"
-        assert calls(f, array(20, 256, dtype="float32"), q) == [(target, "60", "bf16")]
+        few = ("20", "f32") if q is stored else ("60", "bf16")
+        assert calls(f, array(20, 256, dtype="float32"), q) == [(target, *few)]
         many = array(200, 256, dtype="float32"), q
         assert calls(f, *many) == [("jgg_qmm_packed", "200", "bf16")]
         text = jax.jit(f).trace(*many).lower(lowering_platforms=("cuda",)).as_text()
