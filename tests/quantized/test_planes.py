@@ -61,29 +61,33 @@ def test_many_rows_beside_stored_weights(dtype):
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("x", "scales", "rows", "more", "rows_of_call"),
+    ("x", "scales", "rows", "more", "in_call"),
     [
-        ("float32", "float32", 16, {}, 48),
-        ("float32", "bfloat16", 16, {"group_size": 128}, 48),
-        ("float32", "float32", 32, {}, 96),
+        ("float32", "float32", 16, {}, "f32"),
+        ("float32", "bfloat16", 16, {"group_size": 128}, "f32"),
+        ("float32", "float32", 32, {}, "f32"),
         ("float32", "float32", 36, {}, None),  # it is packed
         ("float32", "float32", 16, {"group_size": 16}, None),
-        ("float16", "float32", 32, {}, 64),
+        ("float16", "float32", 32, {}, "f32"),
         ("float16", "float32", 36, {}, None),
-        ("bfloat16", "float32", 32, {}, 32),
-        ("bfloat16", "bfloat16", 32, {}, 32),
+        ("bfloat16", "float32", 32, {}, "bf16"),
+        ("bfloat16", "bfloat16", 32, {}, "bf16"),
     ],
 )
-def test_stored_scales_multiply_sums_of_few_rows(x, scales, rows, more, rows_of_call):
+def test_stored_scales_multiply_sums_of_few_rows(x, scales, rows, more, in_call):
+    """The kernel splits float32 rows, and sums them; sums of bfloat16 rows are an operand."""
     w = array(4, 128, 256, dtype=scales)
     q = jax.eval_shape(lambda w: jgg.quantize(w, contract=-1, **more), w)
     f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
     text = jax.jit(f).trace(array(rows, 256, dtype=x), q).lower(lowering_platforms=("cuda",))
-    ((target, found, _),) = calls(f, array(rows, 256, dtype=x), q)
-    assert target == ("jgg_qmm" if rows_of_call else "jgg_qmm_packed")
-    assert rows_of_call in (None, int(found))
-    sums = f"tensor<2x{rows_of_call}x4xf32>" in text.as_text()
-    assert sums == bool(rows_of_call and (x, scales) != ("bfloat16",) * 2)
+    ((target, found, type_in_call),) = calls(f, array(rows, 256, dtype=x), q)
+    if in_call is None:
+        assert target == "jgg_qmm_packed"
+        return
+    assert (target, found, type_in_call) == ("jgg_qmm", str(rows), in_call)
+    text, rounded = text.as_text(), (x, scales) == ("bfloat16", "bfloat16")
+    assert ('way = "scaled"' in text) == (not rounded)
+    assert (f"tensor<2x{rows}x4xf32>" in text) == (in_call == "bf16" and not rounded)
 
 
 @pytest.mark.usefixtures("hopper")
