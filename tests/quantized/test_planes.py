@@ -192,9 +192,9 @@ def test_how_many_parts(dtype, tf32, planes):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("mode", "scales"), [("affine", "bfloat16"), ("fp8", "float32")])
 def test_scales_multiply_sums(mode, scales):
-    """bfloat16 does not hold the weight's values. A stored affine weight takes few rows as they are.
-    Planes of few rows are rows of a prepacked one; those of more rows lie beside each other, and
-    the call packs. Blocks as they are stored always multiply sums."""
+    """bfloat16 does not hold the weight's values. A stored affine weight takes few rows as they
+    are. Planes of few rows are rows of a prepacked one; those of more rows lie beside each other,
+    and the call packs. Blocks as they are stored always multiply sums."""
     w = array(4, 128, 256, dtype=scales if mode == "affine" else "float32")
     stored = jax.eval_shape(lambda w: jgg.quantize(w, mode=mode), w)
     f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
