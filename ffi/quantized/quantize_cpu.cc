@@ -149,7 +149,7 @@ class Quantizer {
 // to[j * depth + i] = from[i * stride + j], i < depth, j < columns.
 template <typename T>
 void Exchange(const T* from, int64_t stride, int64_t depth, int64_t columns, T* to) {
-  constexpr int64_t kEach = 16 / sizeof(T);  // numbers of a register
+  constexpr int64_t kEach = 16 / sizeof(T), kAhead = 32;  // numbers of a register; rows
   const auto one_by_one = [&](int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
     for (int64_t j = j0; j < j1; ++j) {
       for (int64_t i = i0; i < i1; ++i) to[j * depth + i] = from[i * stride + j];
@@ -158,6 +158,13 @@ void Exchange(const T* from, int64_t stride, int64_t depth, int64_t columns, T* 
 #if defined(__SSE2__)
   const int64_t whole_i = depth / kEach * kEach, whole_j = columns / kEach * kEach;
   for (int64_t i = 0; i < whole_i; i += kEach) {
+    // Rows lie in different pages, which no processor fetches ahead.
+    for (int64_t r = 0; r < kEach; ++r) {
+      const T* const ahead = from + (std::min(i + kAhead, depth - kEach) + r) * stride;
+      for (int64_t j = 0; j < columns; j += 64 / sizeof(T)) {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + j), _MM_HINT_T0);
+      }
+    }
     for (int64_t j = 0; j < whole_j; j += kEach) {
       __m128i v[kEach], next[kEach];
       for (int64_t r = 0; r < kEach; ++r) {
