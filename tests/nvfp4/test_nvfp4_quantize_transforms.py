@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import nvfp4_oracle
+import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,7 +39,7 @@ def both_axes_in_numpy(x, sizes):
     codes, scales, positions, scale = nvfp4_oracle.quantize(x, axis=-2, sizes=sizes, hadamard=True)
     grouped = stored(codes, scales, scale, positions, axis=-2, layout="grouped")
     codes, scales, _, scale = nvfp4_oracle.quantize(x, sizes=sizes)
-    scales, positions = nvfp4_oracle.pad_groups(scales, sizes, 128)
+    scales, positions = oracle.pad_groups(scales, sizes, 128)
     tiles = np.asarray(layouts.swizzle(scales))
     return grouped, stored(codes, tiles, scale, positions, layout="swizzled")
 
