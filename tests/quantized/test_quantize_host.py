@@ -140,11 +140,11 @@ def test_every_mantissa_and_scale(same, mode, dtype):
 def around_thresholds(rng, columns: int, factor: float) -> np.ndarray:
     """Products of scales with the middles between codes, and float32 neighbours of those."""
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.5, 1, 4], F32)
-    scales = E4M3[1:127, None] * F32(factor)
-    w = rng.choice(middles, (126, columns)) * scales
+    scales = E4M3[1:127, None]
+    w = rng.choice(middles, (126, columns)) * scales * F32(factor)
     w = (w.astype(F32).view(np.int32) + rng.integers(-2, 3, w.shape, np.int32)).view(F32)
     w *= rng.choice([-1, 1], w.shape)
-    w[:, ::16] = 6 * scales
+    w[:, ::16] = 6 * scales * F32(factor)
     return w.astype(F32)
 
 
