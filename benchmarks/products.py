@@ -8,6 +8,7 @@ makes a function from an arm's result to its relative error. Peers have their ow
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,11 +109,9 @@ def worst_of_groups(one, sizes) -> Callable[[Any], float]:
     """A function from a result to the largest ``one(out, g, start, end)`` of some groups."""
     sizes = np.asarray(sizes)
     ends = np.cumsum(sizes).astype(np.int32)
-    some = some_groups(sizes)
+    rows = {g: (ends[g] - sizes[g], ends[g]) for g in some_groups(sizes)}
     # NaN is the largest
-    return lambda out: float(
-        np.max([float(one(out, g, ends[g] - sizes[g], ends[g])) for g in some])
-    )
+    return lambda out: float(np.max([float(one(out, g, *at)) for g, at in rows.items()]))
 
 
 def checker(case: Case, v: Operands):
