@@ -85,14 +85,6 @@ def extreme(rng, q, *, nan, faint):
     return dataclasses.replace(q, scales=jnp.asarray(scales), weight=jnp.asarray(codes))
 
 
-def assert_close_but_nan(got, want, tolerance) -> None:
-    """NaN where it should be, and close elsewhere."""
-    got, want = oracle.f64(got), oracle.f64(want)
-    nan = np.isnan(want)
-    np.testing.assert_array_equal(np.isnan(got), nan)
-    oracle.assert_close(np.where(nan, 0, got), np.where(nan, 0, want), tolerance=tolerance)
-
-
 def along_t(rng, columns, sizes, rows=T, scale=None):
     """Random codes in layout "grouped": zeros are padded."""
     q = narrow.along_rows(rng, "nvfp4", columns, np.asarray(sizes), rows)

@@ -148,6 +148,14 @@ def assert_close(got, want, *, k: int = 1, tolerance: float | None = None) -> No
     assert error(got, want) <= tolerance, (error(got, want), tolerance)
 
 
+def assert_close_but_nan(got, want, tolerance: float) -> None:
+    """NaN where it should be, and close elsewhere."""
+    got, want = f64(got), f64(want)
+    nan = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    assert_close(np.where(nan, 0, got), np.where(nan, 0, want), tolerance=tolerance)
+
+
 def random(rng, shape, dtype="float32") -> jax.Array:
     """Rounded on the host, where no shape has to be compiled for."""
     values = np.asarray(rng.standard_normal(shape))
