@@ -26,7 +26,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import statistics
 import traceback
 
@@ -58,11 +57,10 @@ from .expert_parallel_cases import (
     weights,
 )
 from .moe_cases import DIRECTIONS, Shape
-from .options import new_parser, record_options
+from .options import device_options, devices_of, new_parser, record_options
 from .records import rows, run_header, write_record
 from .report import table
 
-DEVICES = (1, 2, 4)
 TOKENS = (8192, 16384, 32768)
 DECODE_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 ROUTINGS = ("even", "hot")
@@ -282,11 +280,10 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     add("--precisions", nargs="+", default=["bfloat16"], choices=PRECISIONS, help="of layers")
     add("--routings", nargs="+", default=list(ROUTINGS), choices=ROUTINGS, help="of layers")
-    add("--devices", nargs="+", type=int, help="beside one; 2 and 4 where there are so many")
+    device_options(add)
     add("--tokens", nargs="+", type=int, help="of each device")
     add("--decode-tokens", nargs="+", type=int, help="of all devices")
     add("--mib", type=int, help="of a collective's buffer on each device, 512 by default")
-    add("--tiny", action="store_true", help="small sizes, which CPU devices run")
     add("--quick", action="store_true", help="few repetitions")
     add("--repetitions", type=int, help="6 by default, 2 with --quick or --tiny; of ten calls each")
     add("--turns", type=int, help="the arms' repetitions are cut into so many")
@@ -316,17 +313,7 @@ def main(argv=None) -> int:
     if args.records:
         print(text(load(args.records)))
         return 0
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    if jax.default_backend() != "gpu" and not args.tiny:
-        raise SystemExit(
-            "python -m benchmarks.expert_parallel needs NVIDIA GPUs, and jax sees only "
-            f"{jax.devices()}. --tiny runs on any machine."
-        )
-    there = jax.local_device_count()
-    # One device is what others are compared with.
-    args.devices = sorted({1, *(args.devices or [n for n in DEVICES if n <= there])})
-    if args.devices[-1] > there:
-        raise SystemExit(f"--devices {args.devices[-1]}: there are {there}")
+    args.devices = devices_of("expert_parallel", args)
     shape = TINY if args.tiny else QWEN
     head, records, bad = header(args), [], 0
     todo = {
