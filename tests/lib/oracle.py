@@ -156,6 +156,18 @@ def assert_close_but_nan(got, want, tolerance: float) -> None:
     assert_close(np.where(nan, 0, got), np.where(nan, 0, want), tolerance=tolerance)
 
 
+def assert_trees_close(got, want, tolerance: float) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close(g, w, tolerance=tolerance)
+
+
+def assert_leaves_equal(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def random(rng, shape, dtype="float32") -> jax.Array:
     """Rounded on the host, where no shape has to be compiled for."""
     values = np.asarray(rng.standard_normal(shape))
