@@ -9,6 +9,7 @@ import pytest
 from test_moe_lowering import array, cuda_text, names
 
 import jax_groupgemm as jgg
+from jax_groupgemm._kernels import extension
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
