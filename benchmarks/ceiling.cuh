@@ -1,4 +1,4 @@
-// What both programs of ceilings have.
+// Both programs of ceilings use this: timing, and the products that a command line names.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: what several of them have."""
+"""Options that several benchmarks have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def new_parser(name: str, doc: str | None = None) -> argparse.ArgumentParser:
-    """That of ``python -m benchmarks.name``, with the first line of its docstring."""
+    """The parser of ``python -m benchmarks.name``, with the first line of its docstring."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks{name and '.'}{name}",
         description=doc.splitlines()[0] if doc else None,
@@ -21,7 +21,7 @@ def record_options(add, each: str = "", show: str = "", **several: Any) -> None:
 
     Args:
       add: a parser's ``add_argument``.
-      each: after what the record is written again.
+      each: the record is written again after each of these.
       several: ``nargs`` of ``--records``.
     """
     add("--json", type=Path, help="the record" + (each and f", rewritten after every {each}"))
@@ -31,7 +31,7 @@ def record_options(add, each: str = "", show: str = "", **several: Any) -> None:
 
 
 def device_options(add) -> None:
-    """Those of benchmarks that compare numbers of devices: see :func:`devices_of`."""
+    """``--devices`` and ``--tiny``, for :func:`devices_of`."""
     add("--devices", nargs="+", type=int, help="beside one; 2 and 4 where there are so many")
     add("--tiny", action="store_true", help="small sizes, which CPU devices run")
 

@@ -176,7 +176,7 @@ def matrix(w: jgg.Quantized, g) -> jax.Array:
 
 
 def checker_of_codes(v: Any, turned: Callable[[jax.Array], jax.Array]) -> Callable[[Any], float]:
-    """That of products of two operands of codes, where w is multiplied as ``turned``."""
+    """The checker of products of two operands of codes, where w is multiplied as ``turned``."""
     values = jax.jit(functools.partial(jgg.dequantize, dtype="float32"))
     a = values(v.a)
     if v.wgrad:

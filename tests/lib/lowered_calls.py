@@ -15,14 +15,14 @@ def text_of(function, *args, platform="cuda", **kwargs) -> str:
 
 
 def types(line: str) -> tuple[list[str], list[str]]:
-    """Of a call's operands and results."""
+    """The types of a call's operands and results."""
     operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
     return re.findall(r"tensor<([^>]*)>", operands), re.findall(r"tensor<([^>]*)>", results)
 
 
 def pretend_gpus(monkeypatch, capabilities, architectures, proved=None) -> None:
-    """That the process has such GPUs, and a build for these architectures; ``proved``: the kernels
-    that have been checked on them."""
+    """The process seems to have such GPUs, and a build for these architectures. ``proved``: the
+    kernels that have been checked on them."""
     build = extension.Build(cuda="13.0", architectures=architectures)
     monkeypatch.setattr(extension, "BUILD", build)
     monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
@@ -31,7 +31,7 @@ def pretend_gpus(monkeypatch, capabilities, architectures, proved=None) -> None:
 
 
 def lowered(function, x, *operands, platform="cuda", **kwargs) -> str:
-    """That of a quantizer of grouped rows; ``operands`` are group_sizes and a key, or None."""
+    """The program of a quantizer of grouped rows; ``operands`` are group_sizes and a key, or None."""
 
     def quantize(x, *operands):
         names = ("group_sizes", "stochastic_rounding_key")
