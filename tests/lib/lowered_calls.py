@@ -31,7 +31,7 @@ def pretend_gpus(monkeypatch, capabilities, architectures, proved=None) -> None:
 
 
 def lowered(function, x, *operands, platform="cuda", **kwargs) -> str:
-    """The program of a quantizer of grouped rows; ``operands`` are group_sizes and a key, or None."""
+    """The program of a quantizer of grouped rows; ``operands``: group_sizes and a key, or None."""
 
     def quantize(x, *operands):
         names = ("group_sizes", "stochastic_rounding_key")
