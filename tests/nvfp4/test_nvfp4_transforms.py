@@ -159,9 +159,13 @@ def mesh_of(kind) -> jax.sharding.Mesh:
     return meshes.mesh_of((2,), ("d",), kind)
 
 
-def test_shard_map(examples):
+def check_shard_map(examples, single):
     mesh = mesh_of(AxisType.Auto)
-    assert_trees_close(*meshes.mapped_linear(jgg.nvfp4_grouped_linear, mesh, examples, one, jit))
+    assert_trees_close(*meshes.mapped_linear(jgg.nvfp4_grouped_linear, mesh, examples, single, jit))
+
+
+def test_shard_map(examples):
+    check_shard_map(examples, one)
 
 
 def test_second_order_in_shard_map(examples):
