@@ -8,25 +8,17 @@
 // It prints a line for each product, layout of B and tile: TFLOP/s, of the median of 20.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <type_traits>
-#include <vector>
 
+#include "ceiling.cuh"
 #include "cutlass/gemm/device/gemm.h"
 
 namespace {
 
 using Element = cutlass::bfloat16_t;
 using cutlass::gemm::GemmShape;
-
-void Check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
 
 __global__ void Fill(Element* to, size_t count, uint32_t seed) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
@@ -53,25 +45,12 @@ void Time(const Problem& p) {
           Element, 8, float, float, cutlass::epilogue::thread::ScaleType::OnlyAlphaScaling>,
       cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, kStages>;
   const bool rows = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
-  Gemm gemm;
   typename Gemm::Arguments arguments({p.m, p.n, p.k}, {p.a, p.k}, {p.b, rows ? p.n : p.k},
                                      {p.out, p.n}, {p.out, p.n}, {1.0f});
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < 23; ++i) {
-    Check(cudaEventRecord(begin));
-    if (gemm(arguments) != cutlass::Status::kSuccess) return;  // more shared memory than there is
-    Check(cudaEventRecord(end));
-    Check(cudaEventSynchronize(end));
-    float ms;
-    Check(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 3) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + 10, times.end());
+  const auto ms = Milliseconds<Gemm>(arguments, 3, 20);
+  if (!ms) return;
   std::printf("%6d %6d %6d  %s  %3dx%3dx%2d %d stages  %6.1f TFLOP/s\n", p.m, p.n, p.k,
-              rows ? "KxN" : "NxK", kM, kN, kK, kStages, 2e-9 * p.m * p.n * p.k / times[10]);
+              rows ? "KxN" : "NxK", kM, kN, kK, kStages, 2e-9 * p.m * p.n * p.k / *ms);
 }
 
 template <typename LayoutB>
@@ -99,9 +78,4 @@ void Run(int m, int n, int k) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (argc < 4) Run(8192, 8192, 8192);
-  for (int i = 1; i + 3 <= argc; i += 3) {
-    Run(std::atoi(argv[i]), std::atoi(argv[i + 1]), std::atoi(argv[i + 2]));
-  }
-}
+int main(int argc, char** argv) { RunProducts(argc, argv, Run); }

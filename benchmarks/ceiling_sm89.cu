@@ -10,13 +10,11 @@
 // It prints a line for each product, sum and tile: TFLOP/s, of the median of 9.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <type_traits>
-#include <vector>
 
+#include "ceiling.cuh"
 #include "cutlass/gemm/device/gemm.h"
 
 namespace {
@@ -24,12 +22,6 @@ namespace {
 using Code = cutlass::float_e4m3_t;
 using Result = cutlass::bfloat16_t;
 using cutlass::gemm::GemmShape;
-
-void Check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
 
 // Codes of either sign up to 240.
 __global__ void Fill(uint8_t* to, size_t count, uint32_t seed) {
@@ -59,25 +51,12 @@ void Time(const Problem& p) {
       cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, kStages, 16, 16, false,
       Operator>;
   const bool fast = std::is_same_v<Operator, cutlass::arch::OpMultiplyAddFastAccum>;
-  Gemm gemm;
   typename Gemm::Arguments arguments({p.m, p.n, p.k}, {p.a, p.k}, {p.b, p.k}, {p.out, p.n},
                                      {p.out, p.n}, {1.0f});
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < 11; ++i) {
-    Check(cudaEventRecord(begin));
-    if (gemm(arguments) != cutlass::Status::kSuccess) return;  // more shared memory than there is
-    Check(cudaEventRecord(end));
-    Check(cudaEventSynchronize(end));
-    float ms;
-    Check(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 2) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + 4, times.end());
+  const auto ms = Milliseconds<Gemm>(arguments, 2, 9);
+  if (!ms) return;
   std::printf("%6d %6d %6d  %s  %3dx%3dx%3d %d stages  %6.1f TFLOP/s\n", p.m, p.n, p.k,
-              fast ? "fast  " : "staged", kM, kN, kK, kStages, 2e-9 * p.m * p.n * p.k / times[4]);
+              fast ? "fast  " : "staged", kM, kN, kK, kStages, 2e-9 * p.m * p.n * p.k / *ms);
 }
 
 template <typename Operator>
@@ -103,9 +82,4 @@ void Run(int m, int n, int k) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (argc < 4) Run(8192, 8192, 8192);
-  for (int i = 1; i + 3 <= argc; i += 3) {
-    Run(std::atoi(argv[i]), std::atoi(argv[i + 1]), std::atoi(argv[i + 2]));
-  }
-}
+int main(int argc, char** argv) { RunProducts(argc, argv, Run); }

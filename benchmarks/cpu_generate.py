@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from .gpu import commit
+from .records import commit
 
 ROOT = Path(__file__).parents[1]
 WIDTH, HEADS, EXPERTS, CHOSEN, HIDDEN, VOCABULARY = 2048, 16, 64, 8, 1024, 50_304  # OLMoE-1B-7B

@@ -16,9 +16,6 @@ there is left out, with a line that says so. "8-bit x": the activations are roun
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import json
 import os
 import platform
 import statistics
@@ -36,7 +33,8 @@ import jax_groupgemm as jgg
 
 from . import cpu_peers
 from .cpu_peers import Arm, Case
-from .gpu import commit
+from .options import new_parser, record_options
+from .records import commit, version, write_record
 
 FORMATS: dict[str, dict[str, Any]] = {
     "affine4": {"mode": "affine", "bits": 4, "group_size": 32},
@@ -211,13 +209,6 @@ def processor() -> dict[str, Any]:
     return facts
 
 
-def version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def header(args) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -259,7 +250,7 @@ def short(name: str) -> str:
 
 
 def main(argv=None) -> list[dict]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_quantized")
+    parser = new_parser("cpu_quantized")
     add = parser.add_argument
     add("--repetitions", type=int, default=15)
     add("--budget", type=float, default=6, help="seconds of an arm's calls of one case")
@@ -272,8 +263,7 @@ def main(argv=None) -> list[dict]:
     add("--threads", type=int, help="by default all cores of this process")
     add("--flush", type=int, default=512, help="MiB read before each call; more than caches hold")
     add("--machine", default="unknown", help="recorded: idle, or shared with what")
-    add("--commit", help="recorded; by default what git says")
-    add("--json", type=Path, help="the record")
+    record_options(add)
     add("--plot", type=Path, metavar="RECORD", help="draw it to docs/plots/cpu.svg, and stop")
     args = parser.parse_args(argv)
     if args.plot is not None:
@@ -312,7 +302,7 @@ def main(argv=None) -> list[dict]:
             records += part
     if args.json:
         head |= {"load_after": os.getloadavg()[0], "skipped": skipped, "records": records}
-        args.json.write_text(json.dumps(head, indent=1) + "\n")
+        write_record(args.json, head)
     return records
 
 

@@ -45,8 +45,8 @@ from examples.options import count
 from . import decode_generate, decode_models, decode_steps, timing
 from .decode_models import CASES, Case
 from .decode_steps import Parts, Steps
-from .gpu import command_output, commit, version
-from .records import rows
+from .options import new_parser, record_options
+from .records import rows, run_header, write_record
 from .report import table
 
 BATCHES = (1, 8, 64)
@@ -204,11 +204,7 @@ def key(r: dict) -> tuple:
 
 
 def header(args, b: float | None) -> dict:
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
-        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
-        "jax": jax.__version__, "versions": {p: version(p) for p in VERSIONS},
+    return run_header(args, VERSIONS) | {
         "repetitions": args.repetitions, "B_tbytes": b and b / 1e12,
     }  # fmt: skip
 
@@ -218,8 +214,7 @@ def save(path: Path, head: dict, records: list[dict]) -> None:
     known = json.loads(path.read_text())["records"] if path.exists() else []
     new = {key(r): r | {"B_tbytes": head["B_tbytes"]} for r in records}
     kept = [r for r in known if key(r) not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(head | {"records": [*kept, *new.values()]}, indent=1) + "\n")
+    write_record(path, head | {"records": [*kept, *new.values()]})
 
 
 def load(paths) -> list[dict]:
@@ -230,9 +225,7 @@ def load(paths) -> list[dict]:
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("decode", __doc__)
     add = parser.add_argument
     add("--models", nargs="+", help="those whose name holds all of these, as Qwen3 nvfp4")
     add("--batches", nargs="+", type=int, default=list(BATCHES))
@@ -251,9 +244,7 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--pauses", action="store_true", help="of the device, under --generate")
     add("--chunk", type=count, default=decode_generate.CHUNK,
         help="tokens of the prompt in a step of --generate")  # fmt: skip
-    add("--json", type=Path, help="the record, rewritten after every case")
-    add("--records", nargs="+", type=Path, help="measure nothing: show these")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, "case", "show these", nargs="+")
     args = parser.parse_args(argv)
     if args.pauses and (args.generate or 0) < decode_generate.SETTLED + TOKENS_OF_A_CALL:
         least = decode_generate.SETTLED + TOKENS_OF_A_CALL

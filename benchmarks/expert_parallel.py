@@ -25,13 +25,9 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import os
 import statistics
-import time
 import traceback
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -60,12 +56,11 @@ from .expert_parallel_cases import (
     tokens,
     weights,
 )
-from .gpu import command_output, commit, version
 from .moe_cases import DIRECTIONS, Shape
-from .records import rows
+from .options import device_options, devices_of, new_parser, record_options
+from .records import rows, run_header, write_record
 from .report import table
 
-DEVICES = (1, 2, 4)
 TOKENS = (8192, 16384, 32768)
 DECODE_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 ROUTINGS = ("even", "hot")
@@ -280,24 +275,19 @@ def load(paths) -> list[dict]:
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.expert_parallel", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("expert_parallel", __doc__)
     add = parser.add_argument
     add("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     add("--precisions", nargs="+", default=["bfloat16"], choices=PRECISIONS, help="of layers")
     add("--routings", nargs="+", default=list(ROUTINGS), choices=ROUTINGS, help="of layers")
-    add("--devices", nargs="+", type=int, help="beside one; 2 and 4 where there are so many")
+    device_options(add)
     add("--tokens", nargs="+", type=int, help="of each device")
     add("--decode-tokens", nargs="+", type=int, help="of all devices")
     add("--mib", type=int, help="of a collective's buffer on each device, 512 by default")
-    add("--tiny", action="store_true", help="small sizes, which CPU devices run")
     add("--quick", action="store_true", help="few repetitions")
     add("--repetitions", type=int, help="6 by default, 2 with --quick or --tiny; of ten calls each")
     add("--turns", type=int, help="the arms' repetitions are cut into so many")
-    add("--json", type=Path, help="the record, rewritten after every part")
-    add("--records", nargs="+", type=Path, help="measure nothing: show these")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, "part", "show these", nargs="+")
     args = parser.parse_args(argv)
     few = args.quick or args.tiny
     args.repetitions = args.repetitions or (2 if few else 6)
@@ -313,11 +303,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
 
 def header(args) -> dict:
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
-        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
-        "jax": jax.__version__, "versions": {p: version(p) for p in VERSIONS},
+    return run_header(args, VERSIONS) | {
         "devices": args.devices, "repetitions": args.repetitions, "calls": args.calls,
     }  # fmt: skip
 
@@ -327,17 +313,7 @@ def main(argv=None) -> int:
     if args.records:
         print(text(load(args.records)))
         return 0
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    if jax.default_backend() != "gpu" and not args.tiny:
-        raise SystemExit(
-            "python -m benchmarks.expert_parallel needs NVIDIA GPUs, and jax sees only "
-            f"{jax.devices()}. --tiny runs on any machine."
-        )
-    there = jax.local_device_count()
-    # One device is what others are compared with.
-    args.devices = sorted({1, *(args.devices or [n for n in DEVICES if n <= there])})
-    if args.devices[-1] > there:
-        raise SystemExit(f"--devices {args.devices[-1]}: there are {there}")
+    args.devices = devices_of("expert_parallel", args)
     shape = TINY if args.tiny else QWEN
     head, records, bad = header(args), [], 0
     todo = {
@@ -357,9 +333,7 @@ def main(argv=None) -> int:
             traceback.print_exc()
             print(f"{name} failed", flush=True)
             bad += 1
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(head | {"records": records}, indent=1) + "\n")
+        write_record(args.json, head | {"records": records})
     print(f"{head['gpu']}\n\n{text(records)}")
     wrong = [r["arm"] for r in records if not r["right"]]
     return 1 if bad or args.failed or wrong or not records else 0

@@ -23,8 +23,8 @@ from . import timing
 from .fp8_shapes import Linear, Product, Quantize
 from .nvfp4_quantize import differing, leaves_of, quantize
 from .peers import Unsupported, tensor
-from .products import columns_error, matrix_error, ours_name, some_groups
-from .quantized import matrix
+from .products import ours_name
+from .quantized import checker_of_codes
 from .quantized_peers import tensor_of
 from .timing import JaxArm, TorchArm, torch
 
@@ -176,20 +176,7 @@ def checker(case: Product | Quantize, v: Any) -> Callable[[Any], float]:
     if isinstance(case, Quantize):
         pairs = of_parts(case, v)
         return lambda out: max(differing(take(out), want) for take, want in pairs)
-    sizes = np.asarray(v.sizes)
-    ends = np.cumsum(sizes).astype(np.int32)
-    values = jax.jit(functools.partial(jgg.dequantize, dtype="float32"))
-    a = values(v.a)
-    if v.wgrad:
-        b = values(v.b)
-        one = lambda out, g: columns_error(out, b, a, ends[g] - sizes[g], ends[g], g)
-    else:
-        turned = (lambda w: w.T) if case.direction == "fprop" else (lambda w: w)
-        one = lambda out, g: matrix_error(
-            out, a, turned(matrix(v.b, g)), ends[g] - sizes[g], ends[g]
-        )
-    # NaN is the largest
-    return lambda out: float(np.max([float(one(out, g)) for g in some_groups(sizes)]))
+    return checker_of_codes(v, (lambda w: w.T) if case.direction == "fprop" else (lambda w: w))
 
 
 def of_parts(case: Quantize, v: Converted) -> list[tuple[Callable, list[np.ndarray]]]:

@@ -36,7 +36,8 @@ import jax
 
 from . import records
 from .expert_memory import filled
-from .gpu import command_output, commit, version
+from .options import new_parser, record_options
+from .records import command_output, commit, version, write_record
 from .report import table
 
 ROOT = Path(__file__).parents[1]
@@ -250,9 +251,7 @@ def written(page: str) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frameworks", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("frameworks", __doc__)
     add = parser.add_argument
     add("--only", nargs="*", default=[], help="words, all of which a case's name has")
     add("--arms", nargs="+", help="in this order; all by default")
@@ -261,10 +260,8 @@ def main(argv=None) -> int:
     add("--tiny", action="store_true", help="small sizes, which CPUs run")
     add("--attention", help="MaxText's; cudnn_flash_jax by default, dot_product if --tiny")
     add("--limit", type=float, default=1800, help="seconds for all")
-    add("--json", type=Path, help="the record")
-    add("--records", type=Path, help="measure nothing: show this")
     add("--page", action="store_true", help="measure nothing: write the guide's table")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, show="show this")
     add("--one", nargs=3, help=argparse.SUPPRESS)
     add("--turn", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -298,9 +295,7 @@ def main(argv=None) -> int:
     for r in measure(cases, args.tiny, attention, args.limit):
         record["records"].append(r)
         print(line_of(r), flush=True)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.json, record)
     print(text_of(record["records"]))
     return 0
 

@@ -14,23 +14,18 @@ CSV and draws the plots.
 import argparse
 import contextlib
 import csv
-import datetime
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shlex
 import statistics
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-
-import jax_groupgemm as jgg
 
 from . import (
     fp8,
@@ -46,6 +41,8 @@ from . import (
     shapes,
     timing,
 )
+from .options import new_parser, record_options
+from .records import run_header, write_record
 from .report import draw, load, show
 from .summary import line, ours, totals
 
@@ -161,24 +158,6 @@ def run_case(case, args, c: float, b: float) -> dict:
     return record | ({"mlx_us": case.mlx} if case.mlx else {})
 
 
-def command_output(*command: str) -> str:
-    try:
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str:
-    return command_output("git", "describe", "--always", "--dirty") or jgg.__version__
-
-
 def header(args, flops: dict[str, float], bytes_: float) -> dict:
     command = ["python -m benchmarks", "--ops", *args.ops, "--peers", *args.peers]
     command += [f"--{args.level}"] if args.level != "default" else []
@@ -187,13 +166,7 @@ def header(args, flops: dict[str, float], bytes_: float) -> dict:
     command += ["--in-situ"] if args.in_situ else []
     if args.implementation != [None]:
         command += ["--implementation", *map(str, args.implementation)]
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or commit(),
-        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
-        "jax": jax.__version__,
-        "versions": {p: version(p) for p in VERSIONS},
+    return run_header(args, VERSIONS) | {
         "command": " ".join(command), "repetitions": args.repetitions,
         "C_tflops": flops["bfloat16"] / 1e12, "B_tbytes": bytes_ / 1e12,
         "ceilings_tflops": {kind: value / 1e12 for kind, value in flops.items()},
@@ -203,10 +176,7 @@ def header(args, flops: dict[str, float], bytes_: float) -> dict:
 def save(args, head: dict, records: list[dict], needed: Iterable[str]) -> None:
     """``needed``: the peers without which a record is partial."""
     missing = [p for p in needed if not any(p in r["us"] for r in records)]
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(head | {"missing": missing, "records": records}, indent=1)
-        args.json.write_text(text + "\n")
+    write_record(args.json, head | {"missing": missing, "records": records})
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         with args.csv.open("w", newline="") as file:
@@ -222,9 +192,7 @@ def save(args, head: dict, records: list[dict], needed: Iterable[str]) -> None:
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("", __doc__)
     add = parser.add_argument
     add("--ops", nargs="+", default=list(OPS), choices=OPS)
     add("--peers", nargs="*", default=list(DEFAULT), choices=[*PEERS, "all"])
@@ -237,11 +205,10 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--in-situ", action="store_true", help="also time chained calls, gaps between them too")
     add("--repetitions", type=int, default=20)
     add("--turns", type=int, default=4, help="the arms' repetitions are cut into so many")
-    add("--json", type=Path, help="the record, rewritten after every case")
     add("--csv", type=Path, help="one line per case and arm")
     drawn = "where plots go, and record.json and record.csv unless named; prints all tables too"
     add("--plots", type=Path, metavar="FOLDER", help=drawn)
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, "case")
     add("--list", action="store_true", help="print the cases and stop")
     args = parser.parse_args(argv)
     args.level = args.level or "default"

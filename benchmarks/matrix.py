@@ -9,7 +9,6 @@ kernels of a call (CUPTI), with nothing in the L2 cache. Every result is checked
 Affine weights have scales of x's dtype, as ``quantize`` makes them.
 """
 
-import argparse
 import itertools
 import json
 import statistics
@@ -24,9 +23,10 @@ import numpy as np
 import jax_groupgemm as jgg
 
 from . import quantized, timing
-from .gpu import commit
+from .options import new_parser, record_options
 from .products import matrix_error
 from .quantized_shapes import FORMATS
+from .records import commit, write_record
 
 GROUPS, K, N = 64, 2048, 1536
 DTYPES = ("bfloat16", "float16", "float32")
@@ -89,7 +89,7 @@ def table(records: list[dict]) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.matrix")
+    parser = new_parser("matrix")
     add = parser.add_argument
     add("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     add("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
@@ -97,8 +97,7 @@ def main(argv=None) -> int:
     add("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
     add("--rows", nargs="+", type=int, default=list(ROWS))
     add("--repetitions", type=int, default=10)
-    add("--json", type=Path, help="the record, rewritten after every cell")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, "cell")
     add("--plot", type=Path, metavar="RECORD", help="draw it to docs/plots/matrix.svg, and stop")
     args = parser.parse_args(argv)
     if args.plot is not None:
@@ -125,8 +124,7 @@ def main(argv=None) -> int:
         us = "-" if record["us"] is None else f"{record['us']:8.1f}"
         print(*key, us, f"{record['error']:.1e}", record["note"], flush=True)
         records.append(record)
-        if args.json:
-            args.json.write_text(json.dumps(head | {"records": records}, indent=1) + "\n")
+        write_record(args.json, head | {"records": records})
     print(table(records))
     return 1 if any(r["note"].startswith(("WRONG", "failed")) for r in records) else 0
 

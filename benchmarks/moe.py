@@ -20,7 +20,6 @@ and the router is an identity on them. So no arm finds a tie, and all take the s
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import os
 import statistics
@@ -36,9 +35,9 @@ import numpy as np
 import jax_groupgemm as jgg
 
 from . import moe_cases, moe_layers, moe_peers, timing
-from .gpu import command_output, commit, version
 from .moe_cases import DECODE, SHAPES, Arm, Compiler, Program, Shape, made, plan, unsupported
-from .records import rows
+from .options import new_parser, record_options
+from .records import rows, run_header, write_record
 from .report import table
 
 ARMS = (*moe_layers.LAYERS, "products", *moe_peers.PEERS)
@@ -325,9 +324,7 @@ def draw(records: list[dict], folder: Path) -> None:
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.moe", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("moe", __doc__)
     add = parser.add_argument
     add("--shapes", nargs="+", help="those whose name holds one of these; 'decode' is one")
     add("--arms", nargs="+", default=list(DEFAULT), choices=[*ARMS, "all"])
@@ -335,10 +332,8 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--quick", action="store_true", help="few repetitions")
     add("--repetitions", type=int, help="20 by default, 6 with --quick")
     add("--turns", type=int, help="the arms' repetitions are cut into so many")
-    add("--json", type=Path, help="the record, rewritten after every shape")
     add("--plots", type=Path, metavar="FOLDER", help="draws moe.svg there")
-    add("--records", nargs="+", type=Path, help="measure nothing: show and draw these")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, "shape", "show and draw these", nargs="+")
     args = parser.parse_args(argv)
     args.arms = list(ARMS) if "all" in args.arms else list(dict.fromkeys(args.arms))
     args.repetitions = args.repetitions or (6 if args.quick else 20)
@@ -357,14 +352,10 @@ def selected(args) -> tuple[list[Shape], bool]:
 
 
 def header(args, c: float, b: float) -> dict:
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     command = ["python -m benchmarks.moe", "--arms", *args.arms]
     command += ["--shapes", *args.shapes] if args.shapes else []
     command += ["--tokens", str(args.tokens)] if args.tokens else []
-    return {
-        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
-        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
-        "jax": jax.__version__, "versions": {p: version(p) for p in VERSIONS},
+    return run_header(args, VERSIONS) | {
         "command": " ".join(command), "repetitions": args.repetitions,
         "C_tflops": c / 1e12, "B_tbytes": b / 1e12,
     }  # fmt: skip
@@ -413,9 +404,7 @@ def main(argv=None) -> int:
 
     def keep(more) -> None:
         records.extend(more())
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(head | {"records": records}, indent=1) + "\n")
+        write_record(args.json, head | {"records": records})
 
     todo = {s.name: functools.partial(measure, s, compiler, args, c) for s in shapes}
     if decoding:

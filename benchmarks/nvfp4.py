@@ -20,8 +20,8 @@ import jax_groupgemm as jgg
 
 from . import timing
 from .peers import tensor
-from .products import columns_error, matrix_error, ours_name, some_groups
-from .quantized import matrix
+from .products import ours_name
+from .quantized import checker_of_codes
 from .quantized_peers import tensor_of
 from .quantized_shapes import Nvfp4
 from .timing import JaxArm, SumArm, TorchArm, torch
@@ -122,14 +122,4 @@ def peer_arms(case: Nvfp4, v: Operands, args) -> dict[str, Callable]:
 
 def checker(case: Nvfp4, v: Operands) -> Callable[[Any], float]:
     """A function from a result to its relative error: of some groups, against float32."""
-    sizes = np.asarray(v.sizes)
-    ends = np.cumsum(sizes).astype(np.int32)
-    values = jax.jit(functools.partial(jgg.dequantize, dtype="float32"))
-    a = values(v.a)
-    if v.wgrad:
-        b = values(v.b)
-        one = lambda out, g: columns_error(out, b, a, ends[g] - sizes[g], ends[g], g)
-    else:
-        one = lambda out, g: matrix_error(out, a, matrix(v.b, g).T, ends[g] - sizes[g], ends[g])
-    # NaN is the largest
-    return lambda out: float(np.max([float(one(out, g)) for g in some_groups(sizes)]))
+    return checker_of_codes(v, lambda w: w.T)

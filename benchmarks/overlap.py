@@ -13,10 +13,8 @@ none runs.
 XLA_FLAGS is recorded: --xla_gpu_enable_latency_hiding_scheduler=true and others are given there.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import tempfile
@@ -31,7 +29,8 @@ from . import trace
 from .expert_parallel import header
 from .expert_parallel_cases import AXIS, EACH, QWEN, made, mesh_of, tokens, weights
 from .moe_cases import DIRECTIONS
-from .records import runs
+from .options import new_parser, record_options
+from .records import runs, write_record
 from .report import table
 
 WAYS = ("gather", "halves", "all_to_all")
@@ -101,15 +100,11 @@ def text(records: list[dict]) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("overlap", __doc__)
     add = parser.add_argument
     add("--devices", type=int, default=4)
     add("--tokens", nargs="+", type=int, default=[8192, 32768], help="of each device")
-    add("--json", type=Path)
-    add("--records", type=Path, help="measure nothing: show these")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, show="show these")
     args = parser.parse_args(argv)
     if args.records:
         for run in runs(args.records):
@@ -135,8 +130,7 @@ def main(argv=None) -> int:
                 found = measured(call, (x, up, down, index, weight, dy), n)
                 records.append({"tokens": count, "direction": direction, "way": way} | found)
                 print(text(records[-1:]).splitlines()[-1], flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(head | {"records": records}, indent=1) + "\n")
+    write_record(args.json, head | {"records": records})
     print(f"{head['gpu']}, {n} GPUs\n\n{text(records)}")
     return 0
 

@@ -8,6 +8,7 @@ makes a function from an arm's result to its relative error. Peers have their ow
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,15 @@ def some_groups(sizes: np.ndarray) -> list[int]:
     return sorted({int(groups[0]), int(groups[-1]), int(np.argmax(sizes))})
 
 
+def worst_of_groups(one, sizes) -> Callable[[Any], float]:
+    """A function from a result to the largest ``one(out, g, start, end)`` of some groups."""
+    sizes = np.asarray(sizes)
+    ends = np.cumsum(sizes).astype(np.int32)
+    rows = {g: (ends[g] - sizes[g], ends[g]) for g in some_groups(sizes)}
+    # NaN is the largest
+    return lambda out: float(np.max([float(one(out, g, *at)) for g, at in rows.items()]))
+
+
 def checker(case: Case, v: Operands):
     """A function from a result to its relative error: of some groups, or of all against float64."""
     if isinstance(case, Segmented):
@@ -114,11 +124,8 @@ def checker(case: Case, v: Operands):
             want[g] = a[:, i:j] @ b[i:j]  # float64, rounded
         want = jnp.asarray(want)
         return lambda out: float(whole_error(out, want))
-    ends = np.cumsum(v.sizes).astype(np.int32)
-    some = some_groups(v.sizes)
     if case.op == "wgrad":
-        one = lambda out, g: columns_error(out, v.a, v.b, ends[g] - v.sizes[g], ends[g], g)
+        one = lambda out, g, *rows: columns_error(out, v.a, v.b, *rows, g)
     else:
-        one = lambda out, g: rows_error(out, v.a, v.b, ends[g] - v.sizes[g], ends[g], g, v.last)
-    # NaN is the largest
-    return lambda out: float(np.max([float(one(out, g)) for g in some]))
+        one = lambda out, g, *rows: rows_error(out, v.a, v.b, *rows, g, v.last)
+    return worst_of_groups(one, v.sizes)

@@ -7,12 +7,9 @@ called from outside, and beside them the time of its kernels, and of those that 
 weights. Temporaries are what the compiled program takes beside arguments and results.
 """
 
-import argparse
 import functools
-import json
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +17,9 @@ import jax.numpy as jnp
 import jax_groupgemm as jgg
 
 from . import quantized, timing
-from .gpu import commit
+from .options import new_parser, record_options
 from .quantized_shapes import FORMATS
+from .records import commit, write_record
 
 EXPERTS, TOP_K, WIDTH, HIDDEN, RANK = 128, 8, 2048, 768, 16
 BASES = ("nvfp4", "mxfp4", "affine4", "mxfp8", "fp8")
@@ -83,15 +81,14 @@ def measure(name: str, tokens: int, packed: bool, dtype: str, repetitions: int) 
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.qlora")
+    parser = new_parser("qlora")
     add = parser.add_argument
     add("--formats", nargs="+", default=list(BASES), choices=FORMATS)
     add("--layouts", nargs="+", default=["linear", "sm90"], choices=["linear", "sm90"])
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     add("--tokens", type=int, default=4096)
     add("--repetitions", type=int, default=7)
-    add("--json", type=Path)
-    add("--commit", help="recorded; by default what git says")
+    record_options(add)
     args = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
         raise SystemExit(f"benchmarks.qlora needs an NVIDIA GPU, and jax sees {jax.devices()}")
@@ -108,8 +105,7 @@ def main(argv=None) -> None:
                 f"{r['base_ms']:8.2f} {r['temporaries_gib']:8.2f}",
                 flush=True,
             )
-            if args.json:
-                args.json.write_text(json.dumps(head | {"records": records}, indent=1) + "\n")
+            write_record(args.json, head | {"records": records})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from jax import lax
 import jax_groupgemm as jgg
 
 from . import timing
-from .products import matrix_error, ours_name, some_groups
+from .products import columns_error, matrix_error, ours_name, some_groups, worst_of_groups
 from .quantized_shapes import Convert, Format, Gather, Qmm
 
 Case = Qmm | Gather | Convert
@@ -173,6 +173,18 @@ def matrix(w: jgg.Quantized, g) -> jax.Array:
     """Float32 (N, K) of expert g."""
     one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, g, keepdims=False), w)
     return jgg.dequantize(one, "float32")
+
+
+def checker_of_codes(v: Any, turned: Callable[[jax.Array], jax.Array]) -> Callable[[Any], float]:
+    """The checker of products of two operands of codes, where w is multiplied as ``turned``."""
+    values = jax.jit(functools.partial(jgg.dequantize, dtype="float32"))
+    a = values(v.a)
+    if v.wgrad:
+        b = values(v.b)
+        one = lambda out, g, *rows: columns_error(out, b, a, *rows, g)
+    else:
+        one = lambda out, g, *rows: matrix_error(out, a, turned(matrix(v.b, g)), *rows)
+    return worst_of_groups(one, v.sizes)
 
 
 def relative_error(got, want) -> float:

@@ -9,9 +9,53 @@ copies headers and rows as they are.
 
 from __future__ import annotations
 
-import argparse
+import importlib.metadata
 import json
+import subprocess
+import time
 from pathlib import Path
+from typing import Any
+
+from .options import new_parser
+
+
+def command_output(*command: str) -> str:
+    try:
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    import jax_groupgemm
+
+    return command_output("git", "describe", "--always", "--dirty") or jax_groupgemm.__version__
+
+
+def run_header(args, packages) -> dict[str, Any]:
+    """How headers of runs on GPUs begin."""
+    import jax
+
+    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
+        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
+        "jax": jax.__version__, "versions": {name: version(name) for name in packages},
+    }  # fmt: skip
+
+
+def write_record(path: Path | None, record) -> None:
+    """Nothing without a path."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def runs(path: Path) -> list[dict]:
@@ -46,14 +90,12 @@ def merged(of: list[dict]) -> list[dict]:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.records", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("records", __doc__)
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)
     every = merged([run for path in args.records for run in runs(path)])
-    args.json.write_text(json.dumps({"runs": every}, indent=1) + "\n")
+    write_record(args.json, {"runs": every})
 
 
 if __name__ == "__main__":

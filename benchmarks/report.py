@@ -8,9 +8,9 @@ roofline.svg there (needs matplotlib); those of quantized cases end in _quantize
 products in FP8 in _fp8.svg.
 """
 
-import argparse
 from pathlib import Path
 
+from .options import new_parser
 from .records import runs
 from .summary import LIMIT, best_peer, is_slow, ours, summary
 
@@ -200,9 +200,7 @@ def draw(records, folder: Path) -> None:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("report", __doc__)
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--tables", type=Path, metavar="FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER")

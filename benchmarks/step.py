@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 import jax_groupgemm as jgg
 
-from .gpu import commit
 from .quantized_shapes import NVFP4
+from .records import commit
 
 SHAPES = (*NVFP4, (8, 256, 512, 512))
 TOP_K = 2

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
 import statistics
 import sys
 import time
@@ -32,11 +31,11 @@ from jax_groupgemm._moe.expert_parallel import default_transport
 
 from .expert_memory import BFLOAT16, FLOAT32, Model
 from .expert_parallel import VERSIONS
-from .gpu import command_output, commit, version
+from .options import device_options, devices_of, new_parser, record_options
+from .records import run_header, write_record
 from .report import table
 from .scaling_model import H200, Layer, total
 
-DEVICES = (1, 2, 4)
 EXAMPLES = Path(__file__).parents[1] / "examples"
 #: Bits per byte by which losses of the same batches may differ. Sums are rounded to bfloat16.
 TOLERANCE = 0.02
@@ -157,40 +156,22 @@ def text_of(record: dict, predictions: bool = True) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_devices", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("train_devices", __doc__)
     add = parser.add_argument
-    add("--devices", nargs="+", type=int, help="beside one; 2 and 4 where there are so many")
+    device_options(add)
     add("--tokens", type=int, help=f"of each device, {QWEN.tokens} by default")
     add("--layers", type=int, help=f"{QWEN.layers} by default")
-    add("--tiny", action="store_true", help="small sizes, which CPU devices run")
-    add("--json", type=Path, help="the record, rewritten after every program")
-    add("--records", type=Path, help="measure nothing: show this")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, "program", "show this")
     args = parser.parse_args(argv)
     if args.records:
         print(text_of(json.loads(args.records.read_text())))
         return 0
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    if jax.default_backend() != "gpu" and not args.tiny:
-        raise SystemExit(
-            "python -m benchmarks.train_devices needs NVIDIA GPUs, and jax sees only "
-            f"{jax.devices()}. --tiny runs on any machine."
-        )
-    there = jax.local_device_count()
-    devices = sorted({1, *(args.devices or [n for n in DEVICES if n <= there])})
-    if devices[-1] > there:
-        raise SystemExit(f"--devices {devices[-1]}: there are {there}")
+    devices = devices_of("train_devices", args)
     size = TINY if args.tiny else QWEN
     size = dataclasses.replace(
         size, tokens=args.tokens or size.tokens, layers=args.layers or size.layers
     )
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    record = {
-        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
-        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
-        "jax": jax.__version__, "versions": {p: version(p) for p in VERSIONS},
+    record = run_header(args, VERSIONS) | {
         "size": dataclasses.asdict(size), "records": [],
     }  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
@@ -198,9 +179,7 @@ def main(argv=None) -> int:
             r = measure(size, n, tokens)
             record["records"].append(r)
             print(f"{n} x {tokens} tokens: {r['ms']['median']:.2f} ms a step", flush=True)
-            if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(args.json, record)
     print(f"{record['gpu']}\n\n{text_of(record)}")
     wrong = off(record["records"])
     for n, tokens, worst in wrong:

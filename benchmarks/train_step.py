@@ -12,7 +12,6 @@ the experts would run at the rate of one large product, which is measured beside
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
@@ -27,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from . import trace
-from .gpu import commit, version
+from .options import new_parser, record_options
+from .records import commit, version, write_record
 from .report import table
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -152,17 +152,13 @@ def text_of(record: dict) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = new_parser("train_step", __doc__)
     add = parser.add_argument
     add("--precisions", nargs="+", default=PRECISIONS, help="of examples/train_moe.py")
     add("--tokens", type=int, help="of a step, 32768 by default")
     add("--ragged-dot", action="store_true", help="also with jax.lax.ragged_dot, in bfloat16")
     add("--tiny", action="store_true", help="small sizes, which CPUs run")
-    add("--json", type=Path, help="the record, rewritten after every precision")
-    add("--records", type=Path, help="measure nothing: show this")
-    add("--commit", help="recorded; by default what git says")
+    record_options(add, "precision", "show this")
     args = parser.parse_args(argv)
     if args.records:
         print(text_of(json.loads(args.records.read_text())))
@@ -186,9 +182,7 @@ def main(argv=None) -> int:
                   f"{r['temporaries_gib']:.1f} GiB", flush=True)  # fmt: skip
             for name, us, calls in r["longest"]:
                 print(f"  {us:9.1f} us {calls:5.1f} x {name[:110]}", flush=True)
-            if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(args.json, record)
     print(f"{record['gpu']}, dense {record['dense_tflops']:.0f} TFLOP/s\n\n{text_of(record)}")
     return 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import records  # noqa: E402
+from benchmarks import options, records  # noqa: E402
 
 
 def test_a_later_run_replaces_rows_and_headers_stay(tmp_path):
@@ -34,3 +34,20 @@ def test_committed_files_have_each_case_once():
         kept = [row for run in records.merged(runs) for row in run["records"]]
         assert len(kept) == len(rows) or "op" not in rows[0], path
         assert all({"date", "commit", "jax"} <= set(run) for run in runs), path
+
+
+def test_headers_and_options(tmp_path):
+    parser = options.new_parser("moe", "The first line.\n\nMore.")
+    options.record_options(parser.add_argument, "shape", "show these", nargs="+")
+    text = " ".join(parser.format_help().split())
+    assert text.startswith("usage: python -m benchmarks.moe ")
+    assert "The first line." in text
+    assert "the record, rewritten after every shape" in text
+    args = parser.parse_args(["--commit", "abc", "--json", str(tmp_path / "new" / "a.json")])
+    assert args.records is None
+    head = records.run_header(args, ["numpy", "no-such-package"])
+    assert (head["commit"], head["versions"]["no-such-package"]) == ("abc", None)
+    assert head["versions"]["numpy"]
+    records.write_record(None, head)
+    records.write_record(args.json, head | {"records": []})
+    assert records.runs(args.json) == [head | {"records": []}]

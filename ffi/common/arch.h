@@ -69,13 +69,24 @@ inline int SharedMemory() {
 constexpr int kSystemSharedMemory = 1024;
 inline int ProcessorSharedMemory() { return SharedMemory() + kSystemSharedMemory; }
 
+inline std::string CapabilityText(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
 // Why a device of compute capability `found` cannot run what needs `needed` or newer.
 inline std::optional<std::string> NeedsComputeCapability(int needed, int found) {
   if (found >= needed) return std::nullopt;
-  const auto text = [](int value) {
-    return std::to_string(value / 10) + "." + std::to_string(value % 10);
-  };
-  return "needs compute capability " + text(needed) + " or newer, got " + text(found);
+  return "needs compute capability " + CapabilityText(needed) + " or newer, got " +
+         CapabilityText(found);
+}
+
+// Why a device of compute capability `found` cannot run the kernels of sm_100a.
+inline std::optional<std::string> NeedsSm100(int found) {
+#ifndef JGG_SM100
+  return "this build has no code for sm_100a";
+#endif
+  if (found == 100) return std::nullopt;
+  return "needs compute capability 10.0, got " + CapabilityText(found);
 }
 
 }  // namespace jgg

@@ -17,12 +17,7 @@ static ffi::Error Fp8ActivationBackward(
   Fp8ActivationBackwardSm80 args{};
   JGG_RETURN_IF_ERROR(BindActivation(kOp, activation, h, sizes, *workspace, true, &args.of));
   const int64_t rows = args.of.rows, columns = args.of.columns;
-  args.along = Fp8PaddedRows(rows, args.of.groups);
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args.along}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "d", d, ffi::BF16, "bfloat16"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "d", "(R, F)", d, {rows, columns}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "row_scale", row_scale, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "row_scale", "(R,)", row_scale, {rows}));
+  JGG_RETURN_IF_ERROR(BindActivationBackward(kOp, d, row_scale, &args));
   JGG_RETURN_IF_ERROR(BindSeeds(kOp, row_seed, column_seed, &args.by_rows, &args.by_columns));
   JGG_RETURN_IF_ERROR(
       BindFp8Codes(kOp, "dh", *row_codes, *row_scales, rows, 2 * columns, &args.by_rows));
@@ -30,11 +25,7 @@ static ffi::Error Fp8ActivationBackward(
                                    args.along, &args.by_columns));
   JGG_RETURN_IF_ERROR(BindFp8Codes(kOp, "the activation along rows", *activated_codes,
                                    *activated_scales, columns, args.along, &args.activated));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sums", *sums, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "sums", "(F / 128, R)", *sums, {columns / 128, rows}));
-  args.d = d.untyped_data();
-  args.row_scale = static_cast<const float*>(row_scale.untyped_data());
-  args.sums = static_cast<float*>(sums->untyped_data());
+  JGG_RETURN_IF_ERROR(BindActivationSums(kOp, *sums, &args));
   return FromCuda(kOp, LaunchFp8ActivationBackwardSm80(stream, args));
 }
 

@@ -56,4 +56,30 @@ inline xla::ffi::Error BindActivation(const char* op, std::string_view activatio
   return ffi::Error::Success();
 }
 
+// The other operands of a backward pass, of which BindActivation has bound `args->of`: d (R, F) and
+// row_scale (R,); and how long its results along rows are.
+template <typename Args>
+xla::ffi::Error BindActivationBackward(const char* op, const xla::ffi::AnyBuffer& d,
+                                       const xla::ffi::AnyBuffer& row_scale, Args* args) {
+  namespace ffi = xla::ffi;
+  const int64_t rows = args->of.rows;
+  args->along = Fp8PaddedRows(rows, args->of.groups);
+  JGG_RETURN_IF_ERROR(CheckSmall(op, {args->along}));
+  JGG_RETURN_IF_ERROR(CheckDtype(op, "d", d, ffi::BF16, "bfloat16"));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "d", "(R, F)", d, {rows, args->of.columns}));
+  JGG_RETURN_IF_ERROR(CheckDtype(op, "row_scale", row_scale, ffi::F32, "float32"));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "row_scale", "(R,)", row_scale, {rows}));
+  args->d = d.untyped_data();
+  args->row_scale = static_cast<const float*>(row_scale.untyped_data());
+  return ffi::Error::Success();
+}
+
+// Its sums of d * activation(h) over 128 columns.
+template <typename Args>
+xla::ffi::Error BindActivationSums(const char* op, const xla::ffi::AnyBuffer& sums, Args* args) {
+  JGG_RETURN_IF_ERROR(CheckDtype(op, "sums", sums, xla::ffi::F32, "float32"));
+  args->sums = static_cast<float*>(sums.untyped_data());
+  return CheckShape(op, "sums", "(F / 128, R)", sums, {args->of.columns / 128, args->of.rows});
+}
+
 }  // namespace jgg

@@ -74,14 +74,7 @@ static ffi::Error Fp8ActivationCastBackward(cudaStream_t stream, ffi::AnyBuffer 
   JGG_RETURN_IF_ERROR(
       BindActivation(kOp, activation, h, sizes, **workspace, args.scales != nullptr, &args.of));
   const int64_t rows = args.of.rows, columns = args.of.columns;
-  args.along = Fp8PaddedRows(rows, args.of.groups);
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args.along}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "d", d, ffi::BF16, "bfloat16"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "d", "(R, F)", d, {rows, columns}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "row_scale", row_scale, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "row_scale", "(R,)", row_scale, {rows}));
-  args.d = d.untyped_data();
-  args.row_scale = static_cast<const float*>(row_scale.untyped_data());
+  JGG_RETURN_IF_ERROR(BindActivationBackward(kOp, d, row_scale, &args));
   const int64_t parts = args.scales != nullptr ? args.along / 128 * (columns / 128) : -1;
   JGG_RETURN_IF_ERROR(BindLargest(kOp, **largest, "(parts, 2, 2)", {parts, 2, 2}, &args.largest));
   args.parts = (*largest)->dimensions()[0];
@@ -96,9 +89,7 @@ static ffi::Error Fp8ActivationCastBackward(cudaStream_t stream, ffi::AnyBuffer 
                                   args.e5m2, &args.turned));
     JGG_RETURN_IF_ERROR(BindCodes(kOp, "the activation along rows", **activated, columns,
                                   args.along, false, &args.activated));
-    JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sums", **sums, ffi::F32, "float32"));
-    JGG_RETURN_IF_ERROR(CheckShape(kOp, "sums", "(F / 128, R)", **sums, {columns / 128, rows}));
-    args.sums = static_cast<float*>((*sums)->untyped_data());
+    JGG_RETURN_IF_ERROR(BindActivationSums(kOp, **sums, &args));
   }
   return FromCuda(kOp, LaunchFp8ActivationCastBackwardSm80(stream, args));
 }

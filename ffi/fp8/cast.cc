@@ -1,10 +1,9 @@
 // CUDA handler of fp8_cast: bind, check, launch. Attributes say what is asked for.
 
-#include "common/buffer.h"
-#include "common/check.h"
 #include "common/cuda_error.h"
 #include "fp8/attributes.h"
 #include "fp8/cast_sm80.h"
+#include "fp8/matrices_bind.h"
 #include "fp8/rules.h"
 #include "handlers.h"
 
@@ -23,13 +22,7 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
     JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
     args->dtype = *ToDType(x.element_type());
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(M, R, C)", x, {-1, -1, -1}));
-  args->x = x.untyped_data();
-  args->matrices = x.dimensions()[0];
-  args->rows = x.dimensions()[1];
-  args->columns = x.dimensions()[2];
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->matrices, args->rows, args->columns}));
-  JGG_RETURN_IF_ERROR(CheckAligned(kOp, {args->x}));
+  JGG_RETURN_IF_ERROR(BindMatrices(kOp, x, args));
   const bool has_codes = attrs.along_columns || attrs.along_rows;
   const bool has_scales = has_codes && !args->of_codes;
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
@@ -39,18 +32,13 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sc
     return InvalidArgument(kOp, "codes are of one matrix, and have no magnitudes");
   }
   args->scales = static_cast<const float*>(scales.untyped_data());
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "sizes", "(G,)", sizes, {-1}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "list", "(R,)", list, {-1}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "list", list, ffi::S32, "int32"));
+  JGG_RETURN_IF_ERROR(BindRows(kOp, sizes, list, args));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "wanted", "(1,) or (0,)", wanted, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "wanted", wanted, ffi::S32, "int32"));
   if (wanted.element_count() > (has_codes ? 0 : 1)) {
     return InvalidArgument(kOp, "wanted is one number, where there are no codes");
   }
   args->wanted = DataOrNull<int32_t>(wanted);
-  args->list = DataOrNull<int32_t>(list);
-  args->sizes = DataOrNull<int32_t>(sizes);
   if ((args->list != nullptr || args->sizes != nullptr) && args->matrices != 1) {
     return InvalidArgument(kOp, "sizes and a list are of one matrix");
   }
@@ -113,11 +101,7 @@ static ffi::Error BindResults(ffi::RemainingRets results, const Fp8CastAttrs& at
     args->parts = (*largest)->dimensions()[1];
     args->largest = (*largest)->untyped_data();
   }
-  auto workspace = results.get<ffi::AnyBuffer>(at);
-  if (!workspace) return workspace.error();
-  args->workspace = (*workspace)->untyped_data();
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "workspace", **workspace, ffi::S32, "int32"));
-  return CheckShape(kOp, "workspace", "(words,)", **workspace, {args->workspace_words()});
+  return BindWorkspace(kOp, results, at, args);
 }
 
 static ffi::Error Fp8Cast(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scales,

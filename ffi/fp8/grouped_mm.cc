@@ -3,9 +3,6 @@
 #include "common/cuda_error.h"
 #include "fp8/bind.h"
 #include "fp8/gemm_sm90.h"
-#include "fp8/rules.h"
-#include "grouped_mm/attributes.h"
-#include "grouped_mm/metadata_bind.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -22,10 +19,9 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   fp8.fast = fast;
   JGG_RETURN_IF_ERROR(fast ? CheckEitherCodes(kOp, "x", x, &fp8.l_e5m2) : CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
-  const int64_t tokens = x.dimensions()[0], k = x.dimensions()[1];
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "w", "(G, N, K)", w, {-1, -1, k}));
-  const int64_t groups = w.dimensions()[0], n = w.dimensions()[1];
+  Fp8MmSizes sizes{};
+  JGG_RETURN_IF_ERROR(BindFp8Mm(kOp, x, w, &sizes));
+  const auto [tokens, k, groups, n] = sizes;
   const int64_t blocks = (k + 127) / 128, columns = (n + 127) / 128;
   const auto* of_x = static_cast<const float*>(x_scales.untyped_data());
   const auto* of_w = static_cast<const float*>(w_scales.untyped_data());
@@ -34,10 +30,7 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
     JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G,)", w_scales, {groups}));
     fp8.matrix_scales = {of_x, of_w};
   } else {
-    JGG_RETURN_IF_ERROR(
-        CheckScales(kOp, "x_scales", "(T, ceil(K / 128))", x_scales, {tokens, blocks}));
-    JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G, ceil(N / 128), ceil(K / 128))", w_scales,
-                                    {groups, columns, blocks}));
+    JGG_RETURN_IF_ERROR(CheckBlockScales(kOp, x_scales, w_scales, sizes));
     fp8.x_scales = {of_x, blocks};
     fp8.w_scales = {of_w, static_cast<int>(columns), static_cast<int>(blocks)};
   }
@@ -51,16 +44,10 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   }
   MmSm90 mm{};
   ProductSm90& product = mm.product;
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &product.metadata));
-  product.metadata.clears_rest = clears_rest;
-  Operands operands(kOp, rest);
-  if (metadata_attrs.group_offset) {
-    JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &product.metadata));
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
   product.rows_x = tokens;
   product.rows_y = out->dimensions()[0];
-  JGG_RETURN_IF_ERROR(CheckMm(kOp, product.metadata, product.rows_x, product.rows_y, groups, n, k));
+  JGG_RETURN_IF_ERROR(BindFp8Metadata(kOp, metadata_attrs, metadata, rest, clears_rest, sizes,
+                                      product.rows_y, &product.metadata));
   if (product.metadata.kind == MetadataKind::kSegments || product.rows_x != product.rows_y) {
     return InvalidArgument(kOp, "needs sizes, and as many rows of x as of the result");
   }

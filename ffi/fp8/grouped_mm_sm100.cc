@@ -3,9 +3,6 @@
 #include "common/cuda_error.h"
 #include "fp8/bind.h"
 #include "fp8/gemm_sm100.h"
-#include "fp8/rules.h"
-#include "grouped_mm/attributes.h"
-#include "grouped_mm/metadata_bind.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -21,42 +18,28 @@ static ffi::Error Fp8GroupedMmSm100(cudaStream_t stream, ffi::AnyBuffer x, ffi::
                                     MetadataAttrs metadata_attrs, bool clears_rest) {
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
-  Fp8GemmSm100 fp8{};
-  GemmSm100& gemm = fp8.gemm;
-  sm100::Product& product = gemm.product;
-  product.rows_x = x.dimensions()[0];
-  product.k = x.dimensions()[1];
-  product.k_major = true;
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "w", "(G, N, K)", w, {-1, -1, product.k}));
-  product.weights = w.dimensions()[0];
-  product.n = w.dimensions()[1];
-  const int64_t blocks = (product.k + 127) / 128, columns = (product.n + 127) / 128;
-  JGG_RETURN_IF_ERROR(
-      CheckScales(kOp, "x_scales", "(T, ceil(K / 128))", x_scales, {product.rows_x, blocks}));
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G, ceil(N / 128), ceil(K / 128))", w_scales,
-                                  {product.weights, columns, blocks}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {product.rows_x, product.n}));
+  Fp8MmSizes mm{};
+  JGG_RETURN_IF_ERROR(BindFp8Mm(kOp, x, w, &mm));
+  JGG_RETURN_IF_ERROR(CheckBlockScales(kOp, x_scales, w_scales, mm));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {mm.rows, mm.n}));
   const auto dtype = ToDType(out->element_type());
   if (dtype != DType::kBF16 && dtype != DType::kF32) {
     return InvalidArgument(kOp, "out must be bfloat16 or float32");
   }
-  product.rows_y = product.rows_x;
+  Fp8GemmSm100 fp8{};
+  GemmSm100& gemm = fp8.gemm;
+  sm100::Product& product = gemm.product;
+  product.rows_x = product.rows_y = mm.rows;
+  product.weights = mm.groups;
+  product.n = mm.n;
+  product.k = mm.k;
+  product.k_major = true;
   product.in_bytes = 1;
   product.out_bytes = Size(*dtype);
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &gemm.metadata));
-  gemm.metadata.clears_rest = clears_rest;
-  Operands operands(kOp, rest);
-  if (metadata_attrs.group_offset) {
-    JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &gemm.metadata));
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
-  JGG_RETURN_IF_ERROR(CheckMm(kOp, gemm.metadata, product.rows_x, product.rows_y, product.weights,
-                              product.n, product.k));
+  JGG_RETURN_IF_ERROR(BindFp8Metadata(kOp, metadata_attrs, metadata, rest, clears_rest, mm, mm.rows,
+                                      &gemm.metadata));
   if (gemm.metadata.kind == MetadataKind::kSegments) return InvalidArgument(kOp, "needs sizes");
-  if (auto reason = rules::Fp8MmSm90Problem(product.k, product.n)) {
-    return Unimplemented(kOp, *reason);
-  }
+  if (auto reason = rules::Fp8MmSm90Problem(mm.k, mm.n)) return Unimplemented(kOp, *reason);
   gemm.out_dtype = *dtype;
   gemm.a = x.untyped_data();
   gemm.b = w.untyped_data();

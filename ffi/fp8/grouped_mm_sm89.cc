@@ -4,9 +4,6 @@
 #include "common/cuda_error.h"
 #include "fp8/bind.h"
 #include "fp8/gemm_sm89.h"
-#include "fp8/rules.h"
-#include "grouped_mm/attributes.h"
-#include "grouped_mm/metadata_bind.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -23,40 +20,28 @@ static ffi::Error Fp8GroupedMmSm89(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   GemmSm80& gemm = fp8.gemm;
   JGG_RETURN_IF_ERROR(CheckEitherCodes(kOp, "x", x, &fp8.e5m2));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
-  const int64_t k = x.dimensions()[1];
-  gemm.rows_x = x.dimensions()[0];
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "w", "(G, N, K)", w, {-1, -1, k}));
-  gemm.groups = w.dimensions()[0];
-  gemm.n = w.dimensions()[1];
-  const int64_t blocks = (k + 127) / 128, columns = (gemm.n + 127) / 128;
-  JGG_RETURN_IF_ERROR(
-      CheckScales(kOp, "x_scales", "(T, ceil(K / 128))", x_scales, {gemm.rows_x, blocks}));
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G, ceil(N / 128), ceil(K / 128))", w_scales,
-                                  {gemm.groups, columns, blocks}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {gemm.rows_x, gemm.n}));
+  Fp8MmSizes mm{};
+  JGG_RETURN_IF_ERROR(BindFp8Mm(kOp, x, w, &mm));
+  JGG_RETURN_IF_ERROR(CheckBlockScales(kOp, x_scales, w_scales, mm));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {mm.rows, mm.n}));
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &gemm.metadata));
-  gemm.metadata.clears_rest = clears_rest;
-  Operands operands(kOp, rest);
-  if (metadata_attrs.group_offset) {
-    JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &gemm.metadata));
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
-  JGG_RETURN_IF_ERROR(
-      CheckMm(kOp, gemm.metadata, gemm.rows_x, gemm.rows_x, gemm.groups, gemm.n, k));
+  JGG_RETURN_IF_ERROR(BindFp8Metadata(kOp, metadata_attrs, metadata, rest, clears_rest, mm, mm.rows,
+                                      &gemm.metadata));
   if (gemm.metadata.kind != MetadataKind::kSizes) return InvalidArgument(kOp, "needs sizes");
-  if (auto reason = rules::Fp8MmSm90Problem(k, gemm.n)) return Unimplemented(kOp, *reason);
+  if (auto reason = rules::Fp8MmSm90Problem(mm.k, mm.n)) return Unimplemented(kOp, *reason);
   if (auto reason = NeedsComputeCapability(89, ComputeCapability())) {
     return Unimplemented(kOp, *reason);
   }
+  gemm.rows_x = mm.rows;
+  gemm.groups = mm.groups;
+  gemm.n = mm.n;
   gemm.out = out->untyped_data();
   gemm.out_dtype = *dtype;
   gemm.out_width = WholeAlignedElements(*dtype, gemm.out, {gemm.n});
   fp8.a_scales = static_cast<const float*>(x_scales.untyped_data());
   fp8.b_scales = static_cast<const float*>(w_scales.untyped_data());
-  CompleteMmSm89(fp8, x.untyped_data(), w.untyped_data(), k);
+  CompleteMmSm89(fp8, x.untyped_data(), w.untyped_data(), mm.k);
   return FromCuda(kOp, RunFp8GemmSm89(stream, fp8));
 }
 

@@ -3,9 +3,6 @@
 #include "common/cuda_error.h"
 #include "fp8/bind.h"
 #include "fp8/gemm_sm90.h"
-#include "fp8/rules.h"
-#include "grouped_mm/existing_out.h"
-#include "grouped_mm/metadata_bind.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -26,10 +23,9 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
   if (fp8.l_e5m2 && fp8.r_e5m2) {
     return Unimplemented(kOp, "there is no kernel of two operands of e5m2");
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy", "(N, T)", dy, {-1, -1}));
-  const int64_t n = dy.dimensions()[0], rows = dy.dimensions()[1], blocks = rows / 128;
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(K, T)", x, {-1, rows}));
-  const int64_t k = x.dimensions()[0];
+  Fp8WgradSizes sizes{};
+  JGG_RETURN_IF_ERROR(BindFp8Wgrad(kOp, dy, x, &sizes));
+  const int64_t n = sizes.n, k = sizes.k, rows = sizes.rows, blocks = rows / 128;
   const int64_t staged = (n + 63) / 64 * kStagedRows;
   const auto* of_dy = static_cast<const float*>(dy_scales.untyped_data());
   const auto* of_x = static_cast<const float*>(x_scales.untyped_data());
@@ -44,31 +40,18 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
     fp8.l_scales = {of_dy, staged};
     fp8.r_scales = {of_x, k};
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(G, N, K)", *out, {-1, n, k}));
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
   if (fast) JGG_RETURN_IF_ERROR(CheckFastOut(kOp, *dtype));
   WgradSm90 wgrad{};
   ProductSm90& product = wgrad.product;
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, {"sizes", false, false}, pairs, &product.metadata));
-  product.groups = out->dimensions()[0];
-  if (product.metadata.count != product.groups) {
-    return InvalidArgument(kOp, "there are ", product.metadata.count, " groups and ",
-                           product.groups, " matrices");
-  }
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {n, k, rows, product.groups}, 0));
-  Operands operands(kOp, rest);
-  if (existing_out) {
-    if (*dtype != DType::kF32) return InvalidArgument(kOp, "existing_out needs float32");
-    JGG_RETURN_IF_ERROR(BindExistingOut(kOp, stream, &operands, *out));
-    product.epilogue.accumulate = true;
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
-  if (rows % 128 != 0) return InvalidArgument(kOp, "rows are padded to 128, got ", rows);
-  if (auto reason = rules::Fp8WgradSm90Problem(k)) return Unimplemented(kOp, *reason);
+  JGG_RETURN_IF_ERROR(
+      BindFp8WgradOut(kOp, stream, pairs, rest, *out, existing_out, &sizes, &product.metadata));
   if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kOp, problem);
   }
+  product.groups = sizes.groups;
+  product.epilogue.accumulate = existing_out;
   product.out = out->untyped_data();
   product.out_dtype = *dtype;
   product.out_line = product.n = k;

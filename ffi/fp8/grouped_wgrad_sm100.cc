@@ -3,9 +3,6 @@
 #include "common/cuda_error.h"
 #include "fp8/bind.h"
 #include "fp8/gemm_sm100.h"
-#include "fp8/rules.h"
-#include "grouped_mm/existing_out.h"
-#include "grouped_mm/metadata_bind.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -22,40 +19,23 @@ static ffi::Error Fp8GroupedWgradSm100(cudaStream_t stream, ffi::AnyBuffer dy,
                                        bool existing_out) {
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "dy", dy));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy", "(N, T)", dy, {-1, -1}));
+  Fp8WgradSizes wgrad{};
+  JGG_RETURN_IF_ERROR(BindFp8Wgrad(kOp, dy, x, &wgrad));
+  JGG_RETURN_IF_ERROR(CheckLineScales(kOp, dy_scales, x_scales, wgrad));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "out", *out, ffi::F32, "float32"));
   Fp8GemmSm100 fp8{};
   GemmSm100& gemm = fp8.gemm;
+  JGG_RETURN_IF_ERROR(
+      BindFp8WgradOut(kOp, stream, sizes, rest, *out, existing_out, &wgrad, &gemm.metadata));
   sm100::Product& product = gemm.product;
   product.wgrad = product.k_major = true;
-  product.m = dy.dimensions()[0];
-  product.rows_x = product.rows_y = dy.dimensions()[1];
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(K, T)", x, {-1, product.rows_x}));
-  product.n = x.dimensions()[0];
-  const int64_t blocks = product.rows_x / 128;
-  JGG_RETURN_IF_ERROR(
-      CheckScales(kOp, "dy_scales", "(N, T / 128)", dy_scales, {product.m, blocks}));
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(K, T / 128)", x_scales, {product.n, blocks}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "out", *out, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(G, N, K)", *out, {-1, product.m, product.n}));
-  product.weights = out->dimensions()[0];
+  product.rows_x = product.rows_y = wgrad.rows;
+  product.m = wgrad.n;
+  product.n = wgrad.k;
+  product.weights = wgrad.groups;
   product.in_bytes = 1;
   product.out_bytes = 4;
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, {"sizes", false, false}, sizes, &gemm.metadata));
-  if (gemm.metadata.count != product.weights) {
-    return InvalidArgument(kOp, "there are ", gemm.metadata.count, " groups and ", product.weights,
-                           " matrices");
-  }
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {product.m, product.n, product.rows_x, product.weights}, 0));
-  Operands operands(kOp, rest);
-  if (existing_out) {
-    JGG_RETURN_IF_ERROR(BindExistingOut(kOp, stream, &operands, *out));
-    fp8.accumulate = true;
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
-  if (product.rows_x % 128 != 0) {
-    return InvalidArgument(kOp, "rows are padded to 128, got ", product.rows_x);
-  }
-  if (auto reason = rules::Fp8WgradSm90Problem(product.n)) return Unimplemented(kOp, *reason);
+  fp8.accumulate = existing_out;
   gemm.out_dtype = DType::kF32;
   gemm.a = dy.untyped_data();
   gemm.b = x.untyped_data();

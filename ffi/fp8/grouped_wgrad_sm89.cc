@@ -4,9 +4,6 @@
 #include "common/cuda_error.h"
 #include "fp8/bind.h"
 #include "fp8/gemm_sm89.h"
-#include "fp8/rules.h"
-#include "grouped_mm/existing_out.h"
-#include "grouped_mm/metadata_bind.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -24,41 +21,26 @@ static ffi::Error Fp8GroupedWgradSm89(cudaStream_t stream, ffi::AnyBuffer dy,
   GemmSm80& gemm = fp8.gemm;
   JGG_RETURN_IF_ERROR(CheckEitherCodes(kOp, "dy", dy, &fp8.e5m2));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy", "(N, T)", dy, {-1, -1}));
-  const int64_t rows = dy.dimensions()[1], blocks = rows / 128;
-  gemm.m = dy.dimensions()[0];
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(K, T)", x, {-1, rows}));
-  gemm.n = x.dimensions()[0];
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "dy_scales", "(N, T / 128)", dy_scales, {gemm.m, blocks}));
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(K, T / 128)", x_scales, {gemm.n, blocks}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(G, N, K)", *out, {-1, gemm.m, gemm.n}));
+  Fp8WgradSizes wgrad{};
+  JGG_RETURN_IF_ERROR(BindFp8Wgrad(kOp, dy, x, &wgrad));
+  JGG_RETURN_IF_ERROR(CheckLineScales(kOp, dy_scales, x_scales, wgrad));
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, {"sizes", false, false}, pairs, &gemm.metadata));
-  gemm.groups = out->dimensions()[0];
-  if (gemm.metadata.count != gemm.groups) {
-    return InvalidArgument(kOp, "there are ", gemm.metadata.count, " groups and ", gemm.groups,
-                           " matrices");
-  }
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {gemm.m, gemm.n, rows, gemm.groups}, 0));
-  Operands operands(kOp, rest);
-  if (existing_out) {
-    if (*dtype != DType::kF32) return InvalidArgument(kOp, "existing_out needs float32");
-    JGG_RETURN_IF_ERROR(BindExistingOut(kOp, stream, &operands, *out));
-    gemm.epilogue.accumulate = true;
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
-  if (rows % 128 != 0) return InvalidArgument(kOp, "rows are padded to 128, got ", rows);
-  if (auto reason = rules::Fp8WgradSm90Problem(gemm.n)) return Unimplemented(kOp, *reason);
+  JGG_RETURN_IF_ERROR(
+      BindFp8WgradOut(kOp, stream, pairs, rest, *out, existing_out, &wgrad, &gemm.metadata));
   if (auto reason = NeedsComputeCapability(89, ComputeCapability())) {
     return Unimplemented(kOp, *reason);
   }
+  gemm.m = wgrad.n;
+  gemm.n = wgrad.k;
+  gemm.groups = wgrad.groups;
+  gemm.epilogue.accumulate = existing_out;
   gemm.out = out->untyped_data();
   gemm.out_dtype = *dtype;
   gemm.out_width = WholeAlignedElements(*dtype, gemm.out, {gemm.n});
   fp8.a_scales = static_cast<const float*>(dy_scales.untyped_data());
   fp8.b_scales = static_cast<const float*>(x_scales.untyped_data());
-  CompleteWgradSm89(fp8, dy.untyped_data(), x.untyped_data(), rows);
+  CompleteWgradSm89(fp8, dy.untyped_data(), x.untyped_data(), wgrad.rows);
   return FromCuda(kOp, RunFp8GemmSm89(stream, fp8));
 }
 

@@ -1,10 +1,9 @@
 // CUDA handler of fp8_quantize: bind, check, launch. Attributes say which codes are asked for.
 
-#include "common/buffer.h"
-#include "common/check.h"
 #include "common/cuda_error.h"
 #include "fp8/attributes.h"
 #include "fp8/codes_bind.h"
+#include "fp8/matrices_bind.h"
 #include "fp8/quantize_sm80.h"
 #include "fp8/rules.h"
 #include "handlers.h"
@@ -18,19 +17,9 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
                                const ffi::AnyBuffer& list, const Fp8QuantizeAttrs& attrs,
                                Fp8QuantizeSm80* args) {
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(M, R, C)", x, {-1, -1, -1}));
   args->dtype = *ToDType(x.element_type());
-  args->x = x.untyped_data();
-  args->matrices = x.dimensions()[0];
-  args->rows = x.dimensions()[1];
-  args->columns = x.dimensions()[2];
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->matrices, args->rows, args->columns}));
-  JGG_RETURN_IF_ERROR(CheckAligned(kOp, {args->x}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "sizes", "(G,)", sizes, {-1}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "list", "(R,)", list, {-1}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "list", list, ffi::S32, "int32"));
-  args->list = DataOrNull<int32_t>(list);
+  JGG_RETURN_IF_ERROR(BindMatrices(kOp, x, args));
+  JGG_RETURN_IF_ERROR(BindRows(kOp, sizes, list, args));
   if (args->list != nullptr) {
     if (args->matrices != 1 || attrs.along_columns || attrs.square) {
       return InvalidArgument(kOp, "a list is of one matrix, with blocks of 128 along its rows");
@@ -40,7 +29,6 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
     JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->rows}));
   }
   args->along = args->rows;
-  args->sizes = DataOrNull<int32_t>(sizes);
   if (args->sizes == nullptr) return ffi::Error::Success();
   if (args->matrices != 1 || attrs.square) {
     return InvalidArgument(kOp, "sizes do not go with blocks of 128 x 128 or several matrices");
@@ -88,11 +76,7 @@ static ffi::Error BindResults(ffi::RemainingRets results, const Fp8QuantizeAttrs
     JGG_RETURN_IF_ERROR(
         BindCodes(results, of_codes - 2, args->columns, args->along, args, &args->by_columns));
   }
-  auto workspace = results.get<ffi::AnyBuffer>(of_codes);
-  if (!workspace) return workspace.error();
-  args->workspace = (*workspace)->untyped_data();
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "workspace", **workspace, ffi::S32, "int32"));
-  return CheckShape(kOp, "workspace", "(words,)", **workspace, {args->workspace_words()});
+  return BindWorkspace(kOp, results, of_codes, args);
 }
 
 // Why no kernel takes the call.

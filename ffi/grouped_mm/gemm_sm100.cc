@@ -1,19 +1,14 @@
 // The conditions of a call, and its launches.
 #include "grouped_mm/gemm_sm100.h"
 
+#include "common/arch.h"
 #include "common/dispatch.h"
 #include "common/sample.h"
 
 namespace jgg {
 
 std::optional<std::string> GemmSm100Problem(const GemmSm100& gemm, int compute_capability) {
-#ifndef JGG_SM100
-  return "this build has no code for sm_100a";
-#endif
-  if (compute_capability != 100) {
-    return "needs compute capability 10.0, got " + std::to_string(compute_capability / 10) + "." +
-           std::to_string(compute_capability % 10);
-  }
+  if (auto problem = NeedsSm100(compute_capability)) return problem;
   if (!AlignedSm100({gemm.a, gemm.b, gemm.out})) return "an operand is not 16-byte aligned";
   return std::nullopt;
 }

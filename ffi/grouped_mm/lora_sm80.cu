@@ -1,9 +1,7 @@
 #include "grouped_mm/lora_sm80.h"
 
-#include <type_traits>
-
-#include "common/sample.h"
 #include "grouped_mm/device/lora_sm80.cuh"
+#include "grouped_mm/lora_rank.h"
 #include "grouped_mm/rules.h"
 
 namespace jgg {
@@ -30,27 +28,13 @@ cudaError_t LaunchKind(cudaStream_t stream, const Lora& lora) {
   return Launch<kX, kRank, false, Kind::kShort>(stream, lora);
 }
 
-template <DType kX>
-cudaError_t LaunchOf(cudaStream_t stream, const Lora& lora) {
-  switch (lora.rank) {
-    case 8: return LaunchKind<kX, 8>(stream, lora);
-    case 16: return LaunchKind<kX, 16>(stream, lora);
-    case 32: return LaunchKind<kX, 32>(stream, lora);
-    case 64: return LaunchKind<kX, 64>(stream, lora);
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace
 
 cudaError_t LaunchLoraSm80(cudaStream_t stream, DType dtype, Lora lora) {
   lora.span = rules::LoraSpan(lora.rows);
-  if (dtype == DType::kBF16) return LaunchOf<DType::kBF16>(stream, lora);
-  if constexpr (kSample) {
-    return cudaErrorNoKernelImageForDevice;
-  } else {
-    return LaunchOf<DType::kF16>(stream, lora);
-  }
+  return DispatchLora(dtype, lora.rank, [&](auto x, auto rank) {
+    return LaunchKind<decltype(x)::value, decltype(rank)::value>(stream, lora);
+  });
 }
 
 }  // namespace jgg

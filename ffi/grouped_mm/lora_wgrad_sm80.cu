@@ -1,7 +1,7 @@
 #include "grouped_mm/lora_wgrad_sm80.h"
 
-#include "common/sample.h"
 #include "grouped_mm/device/lora_wgrad_sm80.cuh"
+#include "grouped_mm/lora_rank.h"
 #include "grouped_mm/rules.h"
 
 namespace jgg {
@@ -15,17 +15,6 @@ cudaError_t Launch(cudaStream_t stream, const LoraWgrad& lora) {
   return cudaGetLastError();
 }
 
-template <DType kX>
-cudaError_t LaunchOf(cudaStream_t stream, const LoraWgrad& lora) {
-  switch (lora.rank) {
-    case 8: return Launch<kX, 8>(stream, lora);
-    case 16: return Launch<kX, 16>(stream, lora);
-    case 32: return Launch<kX, 32>(stream, lora);
-    case 64: return Launch<kX, 64>(stream, lora);
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace
 
 cudaError_t LaunchLoraWgradSm80(cudaStream_t stream, DType dtype, LoraWgrad lora) {
@@ -33,12 +22,9 @@ cudaError_t LaunchLoraWgradSm80(cudaStream_t stream, DType dtype, LoraWgrad lora
   const unsigned blocks = static_cast<unsigned>(lora.pairs) / device::kLoraWgradThreads + 1;
   device::LoraBeginsKernel<<<blocks, device::kLoraWgradThreads, 0, stream>>>(lora);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  if (dtype == DType::kBF16) return LaunchOf<DType::kBF16>(stream, lora);
-  if constexpr (kSample) {
-    return cudaErrorNoKernelImageForDevice;
-  } else {
-    return LaunchOf<DType::kF16>(stream, lora);
-  }
+  return DispatchLora(dtype, lora.rank, [&](auto x, auto rank) {
+    return Launch<decltype(x)::value, decltype(rank)::value>(stream, lora);
+  });
 }
 
 }  // namespace jgg

@@ -3,6 +3,7 @@
 #include "common/cuda_error.h"
 #include "common/sample.h"
 #include "handlers.h"
+#include "moe/experts_bind.h"
 #include "moe/few_dense_sm80.h"
 #include "moe/few_tokens_bind.h"
 #include "moe/rules.h"
@@ -25,8 +26,7 @@ static constexpr const char* kOp = "moe_few_dense";
 static ffi::Error BindFewDenseWeight(const char* name, const ffi::AnyBuffer& w, ffi::DataType dtype,
                                      int64_t experts, int64_t k, int64_t n, bool transposed) {
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, name, w, dtype, "that of x"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, name, transposed ? "(E, N, K)" : "(E, K, N)", w,
-                                 {experts, transposed ? n : k, transposed ? k : n}));
+  JGG_RETURN_IF_ERROR(CheckDenseExperts(kOp, name, w, experts, k, n, transposed));
   if (reinterpret_cast<uintptr_t>(w.untyped_data()) % 16 == 0) return ffi::Error::Success();
   return Unimplemented(kOp, std::string(name) + " is not 16-byte aligned");
 }
@@ -42,12 +42,9 @@ static ffi::Error FewDenseHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::An
                                   ffi::AnyBuffer down, ffi::AnyBuffer index, ffi::AnyBuffer weight,
                                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                                   ffi::Result<ffi::AnyBuffer> a, FewDenseAttrs attrs) {
+  JGG_RETURN_IF_ERROR(CheckDense(kOp, x, up));
   const ffi::DataType dtype = x.element_type();
-  if (dtype != ffi::BF16 && dtype != ffi::F16) {
-    return InvalidArgument(kOp, "x must be bfloat16 or float16");
-  }
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "a", *a, dtype, "that of x"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "up", "(E, any, any)", up, {-1, -1, -1}));
   const int64_t experts = up.dimensions()[0];
   FewDense first{};
   FewTokens& few = first.experts;

@@ -1,16 +1,12 @@
 // CUDA handler of a few tokens' experts with weights in layout "sm90": bind, check, launch.
 #include <algorithm>
-#include <string>
 
-#include "common/arch.h"
 #include "common/cuda_error.h"
-#include "grouped_mm/gemm_sm90.h"
 #include "handlers.h"
+#include "moe/experts_bind.h"
 #include "moe/few_tokens_bind.h"
 #include "moe/few_tokens_sm90.h"
 #include "moe/rules.h"
-#include "quantized/packed_bind.h"
-#include "quantized/qmm_bind.h"
 
 // "few_tokens": the activation between the products, and which optional operands are there.
 JGG_ATTRIBUTES(FewTokensAttrs,                  //
@@ -23,21 +19,6 @@ namespace jgg {
 namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "moe_few_tokens";
-
-// Binds the codes of w (E, n, k). BindFewTokensOptions binds its other operands.
-static ffi::Error BindFewTokensWeight(const ffi::AnyBuffer& weight, const ffi::AnyBuffer& scales,
-                                      const QuantizedAttrs& attrs, int64_t experts, int64_t n,
-                                      int64_t k, Coding* coding, FewTokensWeight* bound) {
-  QuantizedWeight w{};
-  JGG_RETURN_IF_ERROR(BindCoding(kOp, attrs, "sm90", &w));
-  JGG_RETURN_IF_ERROR(BindPacked(kOp, weight, scales, w, &bound->packed));
-  if (bound->packed.half_scales) return InvalidArgument(kOp, "scales must be uint32");
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(E, N/64, K/64, 128 * bits)", weight,
-                                 {experts, n / 64, k / 64, 128 * w.coding.bits}));
-  *coding = w.coding;
-  bound->scales = scales.untyped_data();
-  return ffi::Error::Success();
-}
 
 static ffi::Error BindFewTokensOptions(const QuantizedAttrs& attrs, bool bias, int64_t experts,
                                        int64_t n, Operands* operands, FewTokensWeight* w) {
@@ -70,13 +51,14 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "terms", "(rows, D)", *terms,
                                  {rules::MoeFewTermRows(pairs, experts, d * f), d}));
   few.terms = static_cast<float*>(terms->untyped_data());
-  if (d % 64 != 0 || f % 64 != 0) return InvalidArgument(kOp, "D and F must be whole 64s");
   FewTokensWeight up_bound{}, down_bound{};
   Coding up_coding{}, down_coding{};
-  JGG_RETURN_IF_ERROR(
-      BindFewTokensWeight(up, up_scales, up_attrs, experts, columns, d, &up_coding, &up_bound));
-  JGG_RETURN_IF_ERROR(
-      BindFewTokensWeight(down, down_scales, down_attrs, experts, d, f, &down_coding, &down_bound));
+  JGG_RETURN_IF_ERROR(BindPackedExperts(kOp, up, up_scales, up_attrs, experts, columns, d,
+                                        &up_coding, &up_bound.packed));
+  JGG_RETURN_IF_ERROR(BindPackedExperts(kOp, down, down_scales, down_attrs, experts, d, f,
+                                        &down_coding, &down_bound.packed));
+  up_bound.scales = up_scales.untyped_data();
+  down_bound.scales = down_scales.untyped_data();
   Operands operands(kOp, rest);
   if (attrs.expert_offset) {
     JGG_RETURN_IF_ERROR(BindExpertOffset(kOp, &operands, &few));
@@ -86,9 +68,7 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   JGG_RETURN_IF_ERROR(
       BindFewTokensOptions(down_attrs, attrs.down_bias, experts, d, &operands, &down_bound));
   JGG_RETURN_IF_ERROR(operands.End());
-  if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
-    return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
-  }
+  JGG_RETURN_IF_ERROR(CheckPackedGpu(kOp));
   few.w = up_bound;
   JGG_RETURN_IF_ERROR(FromCuda(kOp, LaunchFewUpSm90(stream, few, up_coding)));
   few.w = down_bound;

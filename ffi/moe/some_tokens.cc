@@ -1,17 +1,14 @@
 // CUDA handlers of some tokens' experts on Hopper: bind, check, launch. Rows are sorted by expert,
 // multiplied twice and added up, by three or four kernels.
-#include <string>
-
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "grouped_mm/mm_sm90.h"
 #include "handlers.h"
+#include "moe/experts_bind.h"
 #include "moe/few_tokens_bind.h"
 #include "moe/rows_sm80.h"
 #include "moe/rules.h"
 #include "quantized/gemm_sm90.h"
-#include "quantized/packed_bind.h"
-#include "quantized/qmm_bind.h"
 #include "quantized/up_and_down_sm90.h"
 
 // "some_tokens", "some_dense": the activation between the products, whether K is the weights' last
@@ -144,14 +141,9 @@ ffi::Error BindPackedProduct(const SomeTokens& some, bool up, const ffi::AnyBuff
                              Operands* operands, PackedProductSm90* bound) {
   const FewTokens& few = some.few;
   const int64_t pairs = some.Pairs(), k = up ? few.d : few.f, n = up ? 2 * few.f : few.d;
-  QuantizedWeight w{};
-  JGG_RETURN_IF_ERROR(BindCoding(kPacked, attrs, "sm90", &w));
   PackedCodesSm90 packed{};
-  JGG_RETURN_IF_ERROR(BindPacked(kPacked, weight, scales, w, &packed));
-  if (packed.half_scales) return InvalidArgument(kPacked, "scales must be uint32");
-  if (n % 64 != 0 || k % 64 != 0) return InvalidArgument(kPacked, "D and F must be whole 64s");
-  JGG_RETURN_IF_ERROR(CheckShape(kPacked, "weight", "(E, N/64, K/64, 128 * bits)", weight,
-                                 {few.experts, n / 64, k / 64, 128 * w.coding.bits}));
+  JGG_RETURN_IF_ERROR(BindPackedExperts(kPacked, weight, scales, attrs, few.experts, n, k,
+                                        &bound->coding, &packed));
   QmmSm90 qmm{};
   ProductSm90& product = qmm.mm.product;
   product.metadata = SizesOf(some);
@@ -170,9 +162,8 @@ ffi::Error BindPackedProduct(const SomeTokens& some, bool up, const ffi::AnyBuff
   JGG_RETURN_IF_ERROR(
       CheckMm(kPacked, product.metadata, pairs, pairs, product.groups, product.n, k));
   if (auto reason = rules::QmmPackedProblem(n, up)) return Unimplemented(kPacked, *reason);
-  const FormatFacts& format = FactsOf(w.coding.mode, w.coding.bits);
+  const FormatFacts& format = FactsOf(bound->coding.mode, bound->coding.bits);
   bound->plan = rules::PlanQmmSm90(format, {k, n, up, true}, {pairs, pairs, few.experts});
-  bound->coding = w.coding;
   bound->operands.dtype = some.dtype;
   bound->operands.l_k_major = true;
   const void* const x = up ? some.rows.rows : static_cast<void*>(few.a);
@@ -208,9 +199,7 @@ static ffi::Error SomeTokensHandler(
   JGG_RETURN_IF_ERROR(
       BindPackedProduct(some, false, down, down_scales, down_attrs, &operands, &of_down));
   JGG_RETURN_IF_ERROR(operands.End());
-  if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
-    return Unimplemented(kPacked, std::string("a weight of jax_groupgemm.prepack: ") + problem);
-  }
+  JGG_RETURN_IF_ERROR(CheckPackedGpu(kPacked));
   JGG_RETURN_IF_ERROR(BindTurns(kPacked, more, &some));
   if (some.rows.turns != nullptr && HasUpAndDownSm90(of_up, of_down)) {
     return Launch(kPacked, stream, some,
@@ -267,8 +256,8 @@ ffi::Error BindDenseProduct(const SomeTokens& some, bool up, const ffi::AnyBuffe
   if (ToDType(w.element_type()) != some.dtype) {
     return InvalidArgument(kDense, "x and weights must have one dtype");
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kDense, up ? "up" : "down", transposed ? "(E, N, K)" : "(E, K, N)",
-                                 w, {few.experts, transposed ? n : k, transposed ? k : n}));
+  JGG_RETURN_IF_ERROR(
+      CheckDenseExperts(kDense, up ? "up" : "down", w, few.experts, k, n, transposed));
   *args = MmArgs{};
   args->x = up ? some.rows.rows : few.a;
   args->w = w.untyped_data();
@@ -304,10 +293,7 @@ static ffi::Error SomeDenseHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
                                    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> place,
                                    ffi::Result<ffi::AnyBuffer> sizes, ffi::RemainingRets more,
                                    SomeTokensAttrs attrs) {
-  if (x.element_type() != ffi::BF16 && x.element_type() != ffi::F16) {
-    return InvalidArgument(kDense, "x must be bfloat16 or float16");
-  }
-  JGG_RETURN_IF_ERROR(CheckShape(kDense, "up", "(E, any, any)", up, {-1, -1, -1}));
+  JGG_RETURN_IF_ERROR(CheckDense(kDense, x, up));
   Operands operands(kDense, rest);
   SomeTokens some{};
   JGG_RETURN_IF_ERROR(BindSomeTokens(kDense, x, index, weight, *out,

@@ -3,18 +3,13 @@
 
 #include <initializer_list>
 
+#include "common/arch.h"
 #include "nvfp4/rules.h"
 
 namespace jgg::nvfp4 {
 
 std::optional<std::string> GemmSm100Problem(const GemmSm100& gemm, int compute_capability) {
-#ifndef JGG_SM100
-  return "this build has no code for sm_100a";
-#endif
-  if (compute_capability != 100) {
-    return "needs compute capability 10.0, got " + std::to_string(compute_capability / 10) + "." +
-           std::to_string(compute_capability % 10);
-  }
+  if (auto problem = NeedsSm100(compute_capability)) return problem;
   if (auto problem = ShapeProblem(gemm.product)) return problem;
   const void* out = gemm.out;
   for (const void* data : {gemm.a.codes, gemm.b.codes, gemm.a.scales, gemm.b.scales, out}) {

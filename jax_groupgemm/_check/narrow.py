@@ -18,7 +18,7 @@ from . import oracle, sizes
 from .line import Line, Run, Trial
 from .oracle import E4M3
 from .products import FLOATS, G, K, N, T, label
-from .quantized import random
+from .quantized import fp8_codes, random
 
 _E4M3 = ml_dtypes.float8_e4m3fn
 # Tensor cores add products of FP8 with fewer digits: each of 32 may lose 2^-13 of the largest. That
@@ -59,10 +59,9 @@ def _shapes(quick: bool):
 
 def fp8_rows(rng, rows: int, k: int) -> Quantized:
     """Rows in blocks of 128."""
-    codes = rng.integers(0, 256, (rows, k)).astype(np.uint8)
-    codes[codes % 128 == 127] -= 1
+    codes = fp8_codes(rng, (rows, k))
     scales = rng.uniform(1, 4, (rows, -(-k // 128))).astype(np.float32) / 256
-    return Quantized(codes.view(_E4M3), scales, mode="fp8", bits=8, group_size=128, block=(1, 128))
+    return Quantized(codes, scales, mode="fp8", bits=8, group_size=128, block=(1, 128))
 
 
 def _fp8_mm(dtype, rng, quick) -> Iterator[Trial]:
@@ -103,10 +102,7 @@ def _fp8_trial(function, x: Quantized, w: Quantized, dtype, least: float, rng, q
 def _wide(q: Quantized) -> np.ndarray:
     """Values of fp8, of which scales are float32 numbers of any kind, in float64."""
     codes = E4M3[oracle.codes(q)]
-    if q.block is None:
-        return codes * oracle.f64(q.scales)[..., None, None]
-    scales = oracle.f64(q.scales).repeat(q.block[0], -2).repeat(q.block[1], -1)
-    return codes * scales[..., : codes.shape[-2], : codes.shape[-1]]
+    return codes * oracle.spread(oracle.f64(q.scales), codes.shape, q.block)
 
 
 def _nvfp4_mm(dtype, rng, quick) -> Iterator[Trial]:
@@ -139,18 +135,9 @@ def _nan_scales(scales: np.ndarray, s: np.ndarray) -> np.ndarray:
 # ---- weight gradients: T is contracted, each group padded ----------------------------------------
 
 
-def padded(s: np.ndarray, rows: int, unit: int) -> tuple[np.ndarray, int]:
-    """The padded row of each row, -1 of rows of no group, and how many padded rows there can be."""
-    positions, start = np.full(rows, -1, np.int32), 0
-    for first, last in oracle.bounds(s, rows):
-        positions[first:last] = start + np.arange(last - first)
-        start += -(-(last - first) // unit) * unit
-    return positions, (rows + (unit - 1) * min(len(s), rows)) // unit * unit
-
-
-def _along_rows(rng, mode: str, columns: int, s, rows: int) -> Quantized:
+def along_rows(rng, mode: str, columns: int, s, rows: int) -> Quantized:
     """Random codes of ``(rows, columns)`` in blocks along grouped rows; zeros are padded."""
-    positions, length = padded(s, rows, 64 if mode == "nvfp4" else 128)
+    positions, length = oracle.padded(s, rows, 64 if mode == "nvfp4" else 128)
     rest = np.setdiff1d(np.arange(length), positions)
     if mode == "fp8":
         q = fp8_rows(rng, columns, length)
@@ -182,7 +169,7 @@ def _wgrad(rng, quick, mode, function, least) -> Iterator[Trial]:
         for name, s in sizes.variants(rng, rows, groups, quick):
             if name == sizes.NAN:
                 continue
-            x, dy = (_along_rows(rng, mode, columns, s, rows) for columns in (k, n))
+            x, dy = (along_rows(rng, mode, columns, s, rows) for columns in (k, n))
             want = lambda x=x, dy=dy, s=s, r=rows: [
                 [oracle.grouped_wgrad(_rows(dy), _rows(x), s).want("float32", r, least)]
             ]

@@ -1,4 +1,8 @@
-"""The operations in float64 numpy. No code of theirs is used here."""
+"""The operations in float64 numpy. No code of theirs is used here.
+
+Tests take from here what codes and scales mean, and where rows of groups are. Their products are
+written apart from these.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,15 @@ def bounds(sizes, rows: int) -> list[tuple[int, int]]:
         out.append((start, end))
         start = end
     return out
+
+
+def padded(sizes, rows: int, unit: int) -> tuple[np.ndarray, int]:
+    """The padded row of each row, -1 of rows of no group, and how many padded rows there can be."""
+    positions, start = np.full(rows, -1, np.int32), 0
+    for first, last in bounds(sizes, rows):
+        positions[first:last] = start + np.arange(last - first)
+        start += -(-(last - first) // unit) * unit
+    return positions, (rows + (unit - 1) * min(len(sizes), rows)) // unit * unit
 
 
 def grouped_mm(x, w, sizes, *, transpose_w: bool = False) -> Sums:
@@ -124,16 +137,23 @@ def codes(q) -> np.ndarray:
     return of_codes @ (1 << np.arange(q.bits))
 
 
+def spread(scales: np.ndarray, shape, block: tuple[int, int] | None) -> np.ndarray:
+    """The scale of each element of fp8."""
+    if block is None:
+        return np.broadcast_to(scales[..., None, None], shape)
+    for axis, size in ((-1, block[1]), (-2, block[0])):
+        scales = np.repeat(scales, size, axis).take(range(shape[axis]), axis)
+    return scales
+
+
 def decoded(q) -> np.ndarray:
     """The values in float64, without a global scale."""
-    scales = np.asarray(q.scales)
-    element = codes(q)
-    if q.mode == "fp8":
-        scales = scales.repeat(q.block[0], -2)[..., : element.shape[-2], :]
-    scales = np.repeat(scales, q.group_size, -1)[..., : element.shape[-1]]
+    element, scales = codes(q), np.asarray(q.scales)
     with np.errstate(all="ignore"):
         if q.mode == "fp8":
+            scales = spread(scales, element.shape, q.block)
             return f64(E4M3[element].astype(np.float32) * scales.astype(np.float32))
+        scales = np.repeat(scales, q.group_size, -1)
         if q.mode == "affine":
             biases = np.repeat(np.asarray(q.biases), q.group_size, -1).astype(np.float32)
             return f64(element.astype(np.float32) * scales.astype(np.float32) + biases)
@@ -143,9 +163,9 @@ def decoded(q) -> np.ndarray:
         return values * np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(int) - 127))
 
 
-def rounded(a, dtype: str) -> np.ndarray:
+def rounded(a, dtype) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return f64(np.asarray(a).astype(DTYPES[dtype]))
+        return f64(np.asarray(a).astype(np.dtype(dtype)))
 
 
 def rows_of(q) -> np.ndarray:

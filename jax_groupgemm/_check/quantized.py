@@ -16,7 +16,7 @@ from .._quantized.grouped_qmm import grouped_qmm
 from .._quantized.prepack import prepack
 from . import oracle, sizes
 from .line import Line, Run, Trial
-from .oracle import DTYPES, normal
+from .oracle import normal
 from .products import FLOATS, G, K, N, label
 
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "fp8")
@@ -78,20 +78,22 @@ def _bound(function, *given, few: bool = False):
     return lambda rng, quick: function(*given, rng, quick or few)
 
 
-def random(rng, shape, mode: Any, bits: int = 4, group_size: int = 64, dtype: str = "float32",
-           global_scale=None) -> Quantized:  # fmt: skip
-    """Random codes and scales without NaN; values of order one. Scales of fp8 are bfloat16 numbers,
-    which no kernel rounds."""
+def random(rng, shape, mode: Any, bits: int | None = None, group_size: int | None = None,
+           dtype: Any = "float32", global_scale=None) -> Quantized:  # fmt: skip
+    """Random codes and scales without NaN; values of order one. Affine weights have four bits in
+    groups of 64 where nothing else is said. Blocks of fp8 have 128 rows, and its scales are
+    bfloat16 numbers, which no kernel rounds."""
     if mode == "fp8":
-        return _random_fp8(rng, shape)
-    if mode != "affine":
-        bits, group_size = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[mode]
+        return _random_fp8(rng, shape, group_size or 128)
+    bits = bits or (8 if mode == "mxfp8" else 4)
+    group_size = group_size or {"affine": 64, "nvfp4": 16}.get(mode, 32)
     *lead, k = shape
     weight = rng.integers(0, 2**32, (*lead, k * bits // 32), np.uint32)
     groups, biases = (*lead, k // group_size), None
     if mode == "affine":
-        scales = (rng.standard_normal(groups) / 2**bits).astype(np.float32).astype(DTYPES[dtype])
-        biases = rng.standard_normal(groups).astype(np.float32).astype(DTYPES[dtype])
+        given = lambda a: a.astype(np.float32).astype(np.dtype(dtype))
+        scales = given(rng.standard_normal(groups) / 2**bits)
+        biases = given(rng.standard_normal(groups))
     elif mode == "nvfp4":
         scales = rng.integers(0x20, 0x38, groups, np.uint8)
     else:
@@ -103,19 +105,21 @@ def random(rng, shape, mode: Any, bits: int = 4, group_size: int = 64, dtype: st
     )
 
 
-def _random_fp8(rng, shape) -> Quantized:
+def fp8_codes(rng, shape) -> np.ndarray:
+    """Random ones of e4m3, without NaN."""
     given = rng.integers(0, 256, shape).astype(np.uint8)
     given[given % 128 == 127] -= 1
-    *lead, n, k = shape
-    scales = rng.uniform(1, 4, (*lead, -(-n // 128), -(-k // 128))) / 256
+    return given.view(ml_dtypes.float8_e4m3fn)
+
+
+def _random_fp8(rng, shape, columns: int) -> Quantized:
+    codes, (*lead, n, k) = fp8_codes(rng, shape), shape
+    scales = rng.uniform(1, 4, (*lead, -(-n // 128), -(-k // columns))) / 256
     scales = scales.astype(ml_dtypes.bfloat16).astype(np.float32)
-    return Quantized(
-        given.view(ml_dtypes.float8_e4m3fn), scales, mode="fp8", bits=8, group_size=128,
-        block=(128, 128),
-    )  # fmt: skip
+    return Quantized(codes, scales, mode="fp8", bits=8, group_size=columns, block=(128, columns))
 
 
-def values(q: Quantized, dtype: str) -> list[np.ndarray]:
+def values(q: Quantized, dtype) -> list[np.ndarray]:
     """The values that products may multiply with: rounded once to x's dtype, or not at all."""
     value = oracle.decoded(q)
     scale = oracle.f64(1 if q.global_scale is None else q.global_scale)
@@ -130,9 +134,8 @@ def _weights(
         if mode != "affine" and (bits in (2, 6) or group_size == 16 or of_scales):
             continue
         scale = rng.uniform(0.5, 2, groups).astype(np.float32) if mode == "nvfp4" else None
-        q = random(
-            rng, (groups, n, k), mode, bits, group_size, of_scales or dtype, global_scale=scale
-        )
+        size = (bits, group_size) if mode == "affine" else (None, None)
+        q = random(rng, (groups, n, k), mode, *size, of_scales or dtype, global_scale=scale)
         yield rows, groups, n, k, q
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_writers import F32, save
+from checkpoint_writers import F32, entry, raw, save
 
 import jax_groupgemm as jgg
 
@@ -27,17 +27,6 @@ def raised(call, error=ValueError, limit=1500) -> str:
     assert text.startswith(PREFIX)
     assert len(text) < limit
     return text.removeprefix(PREFIX)
-
-
-def raw(path, header, data=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return path
-
-
-def entry(begin, end, shape=None, dtype="U8"):
-    shape = [end - begin] if shape is None else shape
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 def index(folder, where):

@@ -19,9 +19,11 @@ from checkpoint_writers import (
     F64,
     K,
     check,
+    entry,
     integers,
     named,
     nvfp4,
+    raw,
     same,
     save,
     write_awq,
@@ -159,17 +161,6 @@ def test_layers_of_a_file_larger_than_memory(tmp_path):
     command = [sys.executable, "-c", LAYERS, str(path), "0", str(n // 2), str(n - 1)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 4 * one < int(done.stdout) < 5.5 * one
-
-
-def raw(path, header, data=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return path
-
-
-def entry(begin, end, shape=None, dtype: object = "U8"):
-    shape = [end - begin] if shape is None else shape
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 MALFORMED = [

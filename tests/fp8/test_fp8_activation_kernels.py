@@ -11,7 +11,7 @@ import ml_dtypes
 import moe_oracle
 import numpy as np
 import pytest
-from fp8_quantize_cases import KEY, edges
+from fp8_quantize_cases import KEY, edges, sums
 from host_memory import aligned, copied, guarded
 
 import jax_groupgemm as jgg
@@ -71,16 +71,6 @@ def definition(x, axis, random):
     if axis == -2:
         x = fp8_oracle.padded(x, SIZES)[0].T
     return fp8_oracle.quantize(x, (1, 128))
-
-
-def sums(d, activation):
-    """A row's sum of d * a, as the kernel adds: 16 lanes of eight columns, then pairs of lanes."""
-    total = np.zeros((R, F // 8), F32)
-    for i in range(8):
-        total += d[:, i::8].astype(F32) * activation[:, i::8].astype(F32)
-    for _ in range(4):
-        total = total[:, ::2] + total[:, 1::2]
-    return total.T
 
 
 def cases():

@@ -9,7 +9,7 @@ import ml_dtypes
 import moe_oracle
 import numpy as np
 import pytest
-from fp8_quantize_cases import edges
+from fp8_quantize_cases import edges, sums
 from host_memory import aligned, copied, guarded
 from host_program import dtype_number
 
@@ -173,16 +173,6 @@ def operands(rng):
         h, d = h.astype(F32).astype(BF16), d.astype(F32).astype(BF16)
     h[LIVE:] = d[LIVE:] = scale[LIVE:] = np.nan
     return h, d, scale
-
-
-def sums(d, activation):
-    """A row's sum of d * a, as the kernel adds: 16 lanes of eight columns, then pairs of lanes."""
-    total = np.zeros((R, F // 8), F32)
-    for i in range(8):
-        total += d[:, i::8].astype(F32) * activation[:, i::8].astype(F32)
-    for _ in range(4):
-        total = total[:, ::2] + total[:, 1::2]
-    return total.T
 
 
 @pytest.mark.parametrize("e5m2", [False, True])

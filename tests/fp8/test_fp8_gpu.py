@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from oracle import error
 
 import jax_groupgemm as jgg
 
@@ -34,11 +35,6 @@ def random_fp8(seed, shape, block, **more):
     scales = jnp.asarray(rng.uniform(0.5, 2, blocks) / 100, jnp.float32)
     codes = jax.lax.bitcast_convert_type(jnp.asarray(codes), jnp.float8_e4m3fn)
     return jgg.Quantized(codes, scales, mode="fp8", bits=8, group_size=None, block=block, **more)  # pyright: ignore
-
-
-def error(got, want) -> float:
-    got, want = np.float64(got), np.float64(want)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def run_kernel(f, target, *args):

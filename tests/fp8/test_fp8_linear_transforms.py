@@ -14,7 +14,7 @@ import pytest
 from fp8_shardings import CLOSE, KINDS, SHARDED, assert_trees_close, check_sharded
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of, needs_two_devices
+from meshes import mapped_linear, mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import blocks, convert
@@ -216,25 +216,8 @@ def test_blocks_that_parts_cut(rng, name, n, k):
 
 @needs_two_devices
 def test_shard_map(examples):
-    """Each device has rows and sizes of its own; gradients of what is replicated are summed, with
-    check_vma."""
-    x, w, bias, ct, sizes, keys = examples
-    mapped = jax.shard_map(
-        lambda x, w, b, s, k: jgg.fp8_grouped_linear(x, w, s[0], bias=b, key=k),
-        mesh=mesh_of((2,), ("d",), AxisType.Auto),
-        in_specs=(P("d"), P(), P(), P("d"), P()), out_specs=P("d"), check_vma=True,
-    )  # fmt: skip
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-
-    def f(x, w, bias, ct):
-        out, vjp = jax.vjp(lambda x, w, b: mapped(x, w, b, sizes, keys[0]), x, w, bias)
-        return out, *vjp(ct)
-
-    got = jit(f)(rows(x), w[0], bias[0], rows(ct))
-    a, b = (one(x[i], w[0], bias[0], ct[i], sizes[i], keys[0]) for i in range(2))
-    joined = [jnp.concatenate(pair) for pair in zip(a[:2], b[:2], strict=True)]
-    summed = [p + q for p, q in zip(a[2:], b[2:], strict=True)]
-    assert_trees_close(got, (*joined, *summed))
+    mesh = mesh_of((2,), ("d",), AxisType.Auto)
+    assert_trees_close(*mapped_linear(jgg.fp8_grouped_linear, mesh, examples, one, jit))
 
 
 @pytest.mark.parametrize("empty", ["rows", "columns", "groups", "contracted"])

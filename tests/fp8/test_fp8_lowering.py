@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from fp8_quantize_cases import SQUARES_BOTH
+from lowered_calls import text_of as cuda_text
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import call
@@ -48,11 +49,6 @@ X, W, SIZES = fp8(T, K, block=LINE), fp8(G, N, K, block=TILE), array(G, dtype="i
 OPERANDS = [f"{T}x{K}xf8E4M3FN", f"{T}x2xf32", f"{G}x{N}x{K}xf8E4M3FN", f"{G}x2x2xf32"]
 # Those of lines of dy and x, block by block; dy's 64 lines by 64, in the order of threads.
 LINES = [f"{N}x512xf8E4M3FN", "4x240xf32", f"{K}x512xf8E4M3FN", f"4x{K}xf32", f"{G}xi32"]
-
-
-def cuda_text(function, *args) -> str:
-    fresh = lambda *args: function(*args)
-    return jax.jit(fresh).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text: str) -> list[tuple[str, list[str], str]]:

@@ -12,6 +12,7 @@ import pytest
 from fp8_quantize_cases import SQUARES_BOTH, edges
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lowered_calls import text_of
 from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
@@ -31,11 +32,6 @@ def in_two_steps(x, axis=-1, block=TILE):
     q = convert.quantized("test", x, block=block, axis=axis)
     q = convert.made(q.weight, q.scales, block=block)
     return q, convert.exchanged(q)
-
-
-def text_of(f, *args, platform="cuda") -> str:
-    fresh = lambda *args: f(*args)
-    return jax.jit(fresh).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def counts(text: str) -> dict[str, int]:

@@ -11,6 +11,7 @@ import pytest
 from fp8_quantize_cases import LINES_BOTH, edges
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lowered_calls import text_of
 from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
@@ -30,11 +31,6 @@ def one_by_one(x, sizes=SIZES):
         convert.quantized, "", x, block=blocks.LINE, group_sizes=jnp.asarray(sizes)
     )
     return of(axis=-1), of(axis=-2)
-
-
-def text_of(f, *args, platform="cuda") -> str:
-    fresh = lambda *args: f(*args)
-    return jax.jit(fresh).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def same(got, want):

@@ -11,25 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fp8_calls import SIZES, G, K, N, T, calls, mm, signature, wgrad, x_and_dy, x_and_w
+from lowered_calls import pretend_gpus
+from lowered_calls import text_of as lowered
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import choose, extension, proven
 
-SIZES = np.array([5, 0, 130, 64], np.int32)
-T, K, N, G = 210, 200, 140, 4
-CALL = r"custom_call @(jgg_fp8_grouped\w+)"
 KEYS = ("jgg_fp8_grouped_mm_sm89 sm89", "jgg_fp8_grouped_wgrad_sm89 sm89")
 ADA = ("80", "86", "89", "90a", "100a", "120", "80-virtual")
-
-
-def x_and_w(rng, k=K, n=N):
-    x, w = oracle.random(rng, (T, k)), oracle.random(rng, (G, n, k))
-    return jgg.fp8_quantize(x), jgg.fp8_quantize(w, block=(128, 128))
-
-
-def x_and_dy(rng, k=K, n=N):
-    along_t = functools.partial(jgg.fp8_quantize, axis=0, group_sizes=SIZES)
-    return along_t(oracle.random(rng, (T, k))), along_t(oracle.random(rng, (T, n)))
 
 
 def as_e5m2(q):
@@ -37,36 +27,9 @@ def as_e5m2(q):
     return dataclasses.replace(q, weight=q.weight.astype(jnp.float8_e5m2))
 
 
-def mm(x, w, sizes=SIZES, **kwargs):
-    return jgg.fp8_grouped_mm(x, w, sizes, **kwargs)
-
-
-def wgrad(x, dy, existing_out=None, **kwargs):
-    return jgg.fp8_grouped_wgrad(x, dy, SIZES, existing_out=existing_out, **kwargs)
-
-
-def lowered(function, *args, **kwargs) -> str:
-    traced = jax.jit(functools.partial(function, **kwargs)).trace(*args)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
 def live(monkeypatch, *capabilities, proved=KEYS, architectures=ADA):
-    build = extension.Build(cuda="13.0", architectures=architectures)
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
-    monkeypatch.setattr(proven, "proven", lambda: frozenset(proved))
+    pretend_gpus(monkeypatch, capabilities, architectures, proved)
     monkeypatch.setattr(choose, "_warn_once", lambda message: None)
-
-
-def calls(text: str) -> list[str]:
-    return re.findall(CALL, text)
-
-
-def signature(text: str) -> tuple[str, list[str], list[str]]:
-    """The one call of the kernel, and types of its operands and results."""
-    (line,) = [line for line in text.splitlines() if re.search(CALL, line)]
-    types = [re.findall(r"tensor<([^>]*)>", p) for p in line.rsplit(" : (", 1)[1].split(" -> ")]
-    return calls(line)[0], *types
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

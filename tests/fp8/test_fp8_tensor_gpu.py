@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from oracle import error
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import cast, convert, tensors
@@ -45,11 +46,6 @@ def same(got, want):
         assert one.dtype == other.dtype
         one, other = (np.atleast_1d(np.asarray(a)).view(np.uint8) for a in (one, other))
         np.testing.assert_array_equal(one, other)
-
-
-def error(got, want) -> float:
-    got, want = np.float64(got), np.float64(want)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 @ELEMENTS

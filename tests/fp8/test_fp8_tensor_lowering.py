@@ -8,6 +8,7 @@ from collections import Counter
 
 import jax
 import pytest
+from lowered_calls import text_of as cuda_text
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import tensors
@@ -42,11 +43,6 @@ def lines(columns: int, dtype="float8_e4m3fn"):
         matrices(columns, P, dtype=dtype), axis=-2, layout="grouped",
         positions=array(T, dtype="int32"),
     )  # fmt: skip
-
-
-def cuda_text(function, *args) -> str:
-    fresh = lambda *args: function(*args)
-    return jax.jit(fresh).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text: str) -> list[tuple[str, list[str], list[str], str]]:

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from lowered_calls import pretend_gpus
+from lowered_calls import text_of as lowered
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import choose, extension, proven
+from jax_groupgemm._kernels import choose, extension
 
 SIZES = np.array([5, 0, 9, 64], np.int32)
 T, K, N, G = 100, 64, 48, 4
@@ -36,11 +38,6 @@ def gradients(x, w, **kwargs):
     return out, *back(jnp.ones_like(out))
 
 
-def lowered(function, *args, platform="cuda", **kwargs) -> str:
-    traced = jax.jit(functools.partial(function, **kwargs)).trace(*args)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
 def calls(text: str) -> list[tuple[str, str, list[str], list[str]]]:
     """(target, kernel of the plan, types of operands, types of results) of every product."""
     found = []
@@ -58,10 +55,7 @@ def kernels(text: str) -> list[tuple[str, str]]:
 
 
 def live(monkeypatch, *capabilities, proved=KEYS):
-    build = extension.Build(cuda="13.0", architectures=("80", "90a", "100a", "80-virtual"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
-    monkeypatch.setattr(proven, "proven", lambda: frozenset(proved))
+    pretend_gpus(monkeypatch, capabilities, ("80", "90a", "100a", "80-virtual"), proved)
 
 
 def workspace(count: int = G) -> str:

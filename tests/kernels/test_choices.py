@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from lowered_calls import text_of as cuda_text
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import choose, dense, extension, lists, problems
@@ -74,11 +75,6 @@ def test_a_name_does_not_decide_whether_tokens_come_by_list(hopper, problem):
 
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def cuda_text(function, *args) -> str:
-    fresh = lambda *args: function(*args)
-    return jax.jit(fresh).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def gathered(a, b, lhs, rhs):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from lowered_calls import text_of as cuda_text
 
 import jax_groupgemm as jgg
 from jax_groupgemm._grouped import planes
@@ -34,10 +35,6 @@ def test_cuda_lowering_is_one_custom_call(dtype):
     assert cuda_calls(lambda x: jgg.segmented_mm(x, x.T, spans), x) == ["jgg_wgrad"]
     grad = jax.grad(lambda x, w: jnp.sin(jgg.grouped_mm(x, w, SIZES)).sum(), (0, 1))
     assert sorted(cuda_calls(grad, x, w)) == ["jgg_mm", "jgg_mm", "jgg_wgrad"]
-
-
-def cuda_text(function, *args) -> str:
-    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_metadata_reaches_cuda_as_it_is():

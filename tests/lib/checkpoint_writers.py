@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 
 import jax_groupgemm as jgg
+from jax_groupgemm._check.oracle import E2M1
 
 F16, F32, F64 = np.float16, np.float32, np.float64
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 N, K = 32, 256
 
 # The writers. Codes are (N, K), scales and zero points (N, groups).
@@ -130,6 +130,19 @@ def save(path, tensors, names=None, align=1):
     text += b" " * (-(8 + len(text)) % align)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
+
+
+def raw(path, header, data=b""):
+    """A file of tensors with this header, whatever it says."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(begin, end, shape=None, dtype: object = "U8"):
+    """A tensor of a header."""
+    shape = [end - begin] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 # The comparison.

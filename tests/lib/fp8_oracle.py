@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from oracle import bounds, f64
+from oracle import f64, pad_groups
 
 import jax_groupgemm as jgg
+from jax_groupgemm._check.oracle import spread
 
 F32 = np.float32
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -65,24 +66,7 @@ def stored(x, block=(128, 128)) -> jgg.Quantized:
 def padded(x, sizes):
     """Rows of ``(T, C)``, each group padded to whole blocks, as many as any sizes need; and where
     each row is."""
-    rows, groups = len(x), len(np.asarray(sizes))
-    count = (rows + (GROUPED - 1) * min(groups, rows)) // GROUPED * GROUPED
-    out, positions = np.zeros((count, *x.shape[1:]), x.dtype), np.full(rows, -1, np.int32)
-    start = 0
-    for first, last in bounds(sizes, rows):
-        out[start : start + last - first] = x[first:last]
-        positions[first:last] = start + np.arange(last - first)
-        start += -(-(last - first) // GROUPED) * GROUPED
-    return out, positions
-
-
-def spread(scales, shape, block) -> np.ndarray:
-    """The scale of each element."""
-    if block is None:
-        return np.broadcast_to(scales[..., None, None], shape)
-    for axis, size in ((-1, block[1]), (-2, block[0])):
-        scales = np.repeat(scales, size, axis).take(range(shape[axis]), axis)
-    return scales
+    return pad_groups(x, sizes, GROUPED)
 
 
 def dequantize(codes, scales, block) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Ways to shard the operands of FP8 products, and how results are compared."""
 
+import functools
+
 import jax
 import oracle
 from jax.sharding import AxisType, NamedSharding
@@ -10,10 +12,7 @@ from meshes import mesh_of
 CLOSE = 1e-5 if jax.default_backend() == "cpu" else 4e-4
 
 
-def assert_trees_close(got, want, tolerance=CLOSE):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        oracle.assert_close(g, w, tolerance=tolerance)
+assert_trees_close = functools.partial(oracle.assert_trees_close, tolerance=CLOSE)
 
 
 def check_sharded(f, args, specs, kind, out_specs, tolerance):
@@ -26,7 +25,7 @@ def check_sharded(f, args, specs, kind, out_specs, tolerance):
             for a, spec in zip(args, specs, strict=True)
         ]
         got = f(*placed)
-    assert_trees_close(got, want, tolerance)
+    oracle.assert_trees_close(got, want, tolerance)
     for value, spec in zip(jax.tree.leaves(got), out_specs, strict=False):
         assert value.sharding.is_equivalent_to(NamedSharding(mesh, spec), value.ndim)
 

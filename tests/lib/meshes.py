@@ -42,6 +42,34 @@ def mesh_of_twos(names, kind, used) -> jax.sharding.Mesh:
     return mesh_of(shape, names, kind)
 
 
+def mapped_linear(layer, mesh, examples, single, jit):
+    """Results and gradients of a grouped linear layer in a shard_map, and what they should be. Each
+    device has rows and sizes of its own; gradients of what is replicated are summed, with
+    check_vma.
+
+    Args:
+      layer: ``layer(x, w, sizes, bias=, key=)``.
+      examples: two of each: x, w, bias, the cotangent, sizes and key.
+      single: out and gradients of one example, without any transformation.
+    """
+    x, w, bias, ct, sizes, keys = examples
+    axis = P(*mesh.axis_names)
+    mapped = jax.shard_map(
+        lambda x, w, b, s, k: layer(x, w, s[0], bias=b, key=k),
+        mesh=mesh, in_specs=(axis, P(), P(), axis, P()), out_specs=axis, check_vma=True,
+    )  # fmt: skip
+    rows = lambda a: a.reshape(-1, a.shape[-1])
+
+    def f(x, w, bias, ct):
+        out, vjp = jax.vjp(lambda x, w, b: mapped(x, w, b, sizes, keys[0]), x, w, bias)
+        return out, *vjp(ct)
+
+    got = jit(f)(rows(x), w[0], bias[0], rows(ct))
+    a, b = (single(x[i], w[0], bias[0], ct[i], sizes[i], keys[0]) for i in range(2))
+    joined = [jax.numpy.concatenate(pair) for pair in zip(a[:2], b[:2], strict=True)]
+    return got, (*joined, *(p + q for p, q in zip(a[2:], b[2:], strict=True)))
+
+
 def put(mesh, tree, *spec):
     """Leaves with fewer axes have the first of them."""
     sharding = lambda leaf: NamedSharding(mesh, P(*spec[: leaf.ndim]))

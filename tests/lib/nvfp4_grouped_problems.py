@@ -8,6 +8,8 @@ import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
+from jax_groupgemm._check import narrow
+from jax_groupgemm._check.oracle import rows_of
 from jax_groupgemm.tune import timing
 
 T, G, N, K = 1024, 8, 24, 48
@@ -83,43 +85,10 @@ def extreme(rng, q, *, nan, faint):
     return dataclasses.replace(q, scales=jnp.asarray(scales), weight=jnp.asarray(codes))
 
 
-def assert_close_but_nan(got, want, tolerance) -> None:
-    """NaN where it should be, and close elsewhere."""
-    got, want = oracle.f64(got), oracle.f64(want)
-    nan = np.isnan(want)
-    np.testing.assert_array_equal(np.isnan(got), nan)
-    oracle.assert_close(np.where(nan, 0, got), np.where(nan, 0, want), tolerance=tolerance)
-
-
-def padded(sizes, rows, unit=64):
-    """The padded row of each row, -1 in the tail, and how many padded rows there can be."""
-    positions, start = np.full(rows, -1, np.int32), 0
-    for first, last in oracle.bounds(sizes, rows):
-        positions[first:last] = start + np.arange(last - first)
-        start += -(-(last - first) // unit) * unit
-    return positions, (rows + (unit - 1) * min(len(sizes), rows)) // unit * unit
-
-
 def along_t(rng, columns, sizes, rows=T, scale=None):
     """Random codes in layout "grouped": zeros are padded."""
-    positions, length = padded(sizes, rows)
-    q = random(rng, columns, length)
-    code = oracle.codes(q)
-    code[:, np.setdiff1d(np.arange(length), positions)] = 0
-    nibbles = code.astype(np.uint8)
-    weight = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).view(np.uint32)
-    return dataclasses.replace(
-        q, weight=jnp.asarray(weight), global_scale=scale, positions=jnp.asarray(positions),
-        axis=-2, layout="grouped",
-    )  # fmt: skip
-
-
-def rows_of(q: jgg.Quantized) -> np.ndarray:
-    """Values of a grouped operand, ``(T, columns)``; rows of no group are zeros."""
-    stored = dataclasses.replace(q, axis=-1, layout="linear", positions=None)
-    values, positions = oracle.dequantize(stored).T, np.asarray(q.positions)
-    scale = 1.0 if q.global_scale is None else oracle.f64(q.global_scale)
-    return np.where(positions[:, None] >= 0, values[positions], 0) * scale
+    q = narrow.along_rows(rng, "nvfp4", columns, np.asarray(sizes), rows)
+    return dataclasses.replace(jax.tree.map(jnp.asarray, q), global_scale=scale)
 
 
 def mm_oracle(x, w, sizes, alpha=None, bias=None):
@@ -135,7 +104,7 @@ def mm_oracle(x, w, sizes, alpha=None, bias=None):
 
 
 def wgrad_oracle(x, dy, sizes):
-    x, dy = rows_of(x), rows_of(dy)
+    x, dy = map(rows_of, (x, dy))
     parts = [dy[first:last].T @ x[first:last] for first, last in oracle.bounds(sizes, len(x))]
     return np.stack(parts)
 

@@ -2,24 +2,11 @@
 
 import ml_dtypes
 import numpy as np
-from oracle import bounds
+from oracle import bounds, pad_groups
 
 F32 = np.float32
 LARGEST = np.finfo(F32).max
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
-
-
-def pad_groups(x, sizes, unit):
-    """Each group's rows at a multiple of ``unit``, and where they went."""
-    rows, positions, parts, at = len(x), np.full(len(x), -1, np.int32), [], 0
-    for start, end in bounds(sizes, rows):
-        size = end - start
-        positions[start:end] = at + np.arange(size)
-        parts.append(np.pad(x[start:end], ((0, -size % unit), (0, 0))))
-        at += len(parts[-1])
-    count = unit * ((rows + (unit - 1) * min(len(sizes), rows)) // unit)
-    assert at <= count
-    return np.concatenate([*parts, np.zeros((count - at, x.shape[1]), x.dtype)]), positions
 
 
 def flush(v):

@@ -81,12 +81,6 @@ def same(q, want):
         np.testing.assert_array_equal(q.positions, positions)
 
 
-def leaves_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 def values(q):
     """What the leaves mean, float64, in stored order."""
     scales = np.repeat(oracle.E4M3[np.asarray(q.scales)], 16, -1)

@@ -1,11 +1,21 @@
-"""What every operation means, in float64 numpy, one row or segment at a time."""
+"""What every operation means, in float64 numpy, one row or segment at a time.
+
+``python -m jax_groupgemm.check`` has the meaning of codes and scales, and these tests take it from
+there.
+"""
+
+import dataclasses
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm._check import quantized
+from jax_groupgemm._check.oracle import E2M1 as E2M1
+from jax_groupgemm._check.oracle import E4M3 as E4M3
+from jax_groupgemm._check.oracle import bounds, decoded, f64, padded, rounded
+from jax_groupgemm._check.oracle import codes as codes
 
 
 def assert_raises(call, kind, message: str) -> None:
@@ -21,18 +31,13 @@ def zeros_of(f, *args, **options):
     return jax.tree.map(lambda a: jax.numpy.asarray(np.zeros(a.shape, a.dtype)), shapes)
 
 
-def f64(a) -> np.ndarray:
-    return np.asarray(a).astype(np.float64)
-
-
-def bounds(sizes, rows) -> list[tuple[int, int]]:
-    """Row ranges of consecutive groups: negative sizes are 0, the last row is the limit."""
-    start, out = 0, []
-    for size in np.asarray(sizes).tolist():
-        end = min(start + max(int(size), 0), rows)
-        out.append((start, end))
-        start = end
-    return out
+def pad_groups(x, sizes, unit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, each group's at a multiple of ``unit``, as many as any sizes need; and where they went,
+    -1 of rows of no group."""
+    positions, count = padded(np.asarray(sizes), len(x), unit)
+    out, there = np.zeros((count, *x.shape[1:]), x.dtype), positions >= 0
+    out[positions[there]] = x[there]
+    return out, positions
 
 
 def local_bounds(sizes, rows, groups, offset=None) -> list[tuple[int, int]]:
@@ -104,44 +109,14 @@ def host_random(rng, shape, dtype) -> np.ndarray:
     return rng.standard_normal(shape, np.float32).astype(jax.numpy.dtype(dtype))
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-E4M3 = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-
-
-def codes(q: jgg.Quantized) -> np.ndarray:
-    """Codes of a bit stream, one bit at a time; of fp8, bytes."""
-    if q.mode == "fp8":
-        return np.asarray(q.weight).view(np.uint8)
-    stream = np.unpackbits(np.asarray(q.weight).view(np.uint8), axis=-1, bitorder="little")
-    return stream.reshape(*q.shape, q.bits) @ (1 << np.arange(q.bits))
-
-
 def dequantize(q: jgg.Quantized, dtype="float32") -> np.ndarray:
     """The values, rounded once to ``dtype``, without a global scale."""
-    scales = np.asarray(q.scales)
-    if q.mode == "fp8":
-        assert q.block is not None
-        scales = scales.repeat(q.block[0], -2)[..., : q.shape[-2], :]
-    scales = np.repeat(scales, q.group_size, -1)[..., : q.shape[-1]]
-    if q.mode == "fp8":
-        values = E4M3[codes(q)].astype(np.float32) * scales
-    elif q.mode == "affine":
-        f32 = lambda a: np.asarray(a).astype(np.float32)
-        biases = np.repeat(f32(q.biases), q.group_size, -1)
-        values = f32(codes(q)) * f32(scales) + biases
-    else:
-        element = (E4M3 if q.mode == "mxfp8" else E2M1)[codes(q)]
-        e8m0 = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(int) - 127))
-        values = element * (E4M3[scales & 0x7F] if q.mode == "nvfp4" else e8m0)
-    with np.errstate(all="ignore"):
-        return f64(values.astype(jax.numpy.dtype(dtype)))
+    return rounded(decoded(q), dtype)
 
 
 def scaled(q: jgg.Quantized, dtype) -> np.ndarray:
     """What products multiply with: the values, rounded once to ``dtype``, times a global scale."""
-    w = dequantize(q, dtype)
-    scale = f64(1 if q.global_scale is None else q.global_scale)
-    return w * scale.reshape(scale.shape + (1,) * (w.ndim - scale.ndim))
+    return quantized.values(q, dtype)[0]
 
 
 def grouped_qmm(x, q, sizes, *, offset=None, transpose_w=True) -> np.ndarray:
@@ -149,42 +124,9 @@ def grouped_qmm(x, q, sizes, *, offset=None, transpose_w=True) -> np.ndarray:
 
 
 def random_quantized(rng, shape, mode, bits=None, group_size=None, dtype="float32", scale=None):
-    """Random codes and scales, none of them NaN; values of order one. Blocks of fp8 have 128 rows,
-    and its scales are bfloat16 numbers, which kernels decode exactly."""
-    if mode == "fp8":
-        return _random_fp8(rng, shape, group_size or 128)
-    bits = bits or {"affine": 4, "mxfp8": 8}.get(mode, 4)
-    group_size = group_size or {"affine": 64, "nvfp4": 16}.get(mode, 32)
-    *lead, k = shape
-    weight = rng.integers(0, 2**32, (*lead, k * bits // 32), np.uint32)
-    groups, biases = (*lead, k // group_size), None
-    if mode == "affine":
-        scales = rng.standard_normal(groups) / 2**bits
-        round_to = lambda a: a.astype(np.float32).astype(jax.numpy.dtype(dtype))
-        biases = jax.numpy.asarray(round_to(rng.standard_normal(groups)))
-        scales = round_to(scales)
-    elif mode == "nvfp4":
-        scales = rng.integers(0x20, 0x38, groups, np.uint8)
-    else:
-        scales = rng.integers(120, 128, groups, np.uint8) - np.uint8(7 if mode == "mxfp8" else 2)
-    if mode == "mxfp8":  # neither of the NaN codes
-        weight &= ~np.uint32(0x01010101)
-    return jgg.Quantized(
-        *map(jax.numpy.asarray, (weight, scales)), biases, scale,
-        mode=mode, bits=bits, group_size=group_size,
-    )  # fmt: skip
-
-
-def _random_fp8(rng, shape, columns: int) -> jgg.Quantized:
-    codes = rng.integers(0, 256, shape).astype(np.uint8)
-    codes[codes % 128 == 127] -= 1
-    *lead, n, k = shape
-    scales = rng.uniform(1, 4, (*lead, -(-n // 128), -(-k // columns))) / 256
-    scales = scales.astype(ml_dtypes.bfloat16).astype(np.float32)
-    return jgg.Quantized(
-        *map(jax.numpy.asarray, (codes, scales)), mode="fp8", bits=8, group_size=columns,
-        block=(128, columns),
-    )  # fmt: skip
+    """Random codes and scales, none of them NaN; values of order one."""
+    q = quantized.random(rng, shape, mode, bits, group_size, dtype)
+    return dataclasses.replace(jax.tree.map(jax.numpy.asarray, q), global_scale=scale)
 
 
 # Relative Frobenius error allowed per dtype of the result: its own rounding, or float32 sums.
@@ -204,6 +146,26 @@ def assert_close(got, want, *, k: int = 1, tolerance: float | None = None) -> No
     if tolerance is None:
         tolerance = TOLERANCE[np.asarray(got).dtype.name] * max(1.0, (k / 512) ** 0.5)
     assert error(got, want) <= tolerance, (error(got, want), tolerance)
+
+
+def assert_close_but_nan(got, want, tolerance: float) -> None:
+    """NaN where it should be, and close elsewhere."""
+    got, want = f64(got), f64(want)
+    nan = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    assert_close(np.where(nan, 0, got), np.where(nan, 0, want), tolerance=tolerance)
+
+
+def assert_trees_close(got, want, tolerance: float) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close(g, w, tolerance=tolerance)
+
+
+def assert_leaves_equal(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def random(rng, shape, dtype="float32") -> jax.Array:

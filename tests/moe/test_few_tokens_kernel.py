@@ -4,12 +4,14 @@ by lane."""
 import ctypes
 import dataclasses
 
+import few_experts
 import host_program
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from few_experts import check
 from host_memory import copied
 from host_program import mode_number, pointer
 
@@ -70,37 +72,14 @@ def layer(kernel, x, up, down, index, weight, *, gated=True, offset=None, biases
     return a.reshape(-1, f), out
 
 
-def wanted(x, up, down, index, weight, *, gated=True, offset=0, biases=(None, None)):
-    """The same in float64, but for the two roundings."""
-    rounded = lambda a: a.astype(ml_dtypes.bfloat16).astype(np.float64)
-    of = lambda q: oracle.f64(oracle.scaled(q, "bfloat16"))
-    w_up, w_down = of(up), of(down)
-    (tokens, k), experts = index.shape, w_up.shape[0]
-    a, out = np.full((tokens * k, w_down.shape[2]), 7.0), np.zeros((tokens, x.shape[1]))
-    for t, j in np.ndindex(tokens, k):
-        e = int(index[t, j]) - offset
-        if not 0 <= e < experts:
-            continue
-        h = w_up[e] @ oracle.f64(x[t]) + (0 if biases[0] is None else biases[0][e])
-        gate, value = np.split(rounded(h), 2) if gated else (rounded(h), None)
-        act = gate / (1 + np.exp(-gate)) * value if gated else np.maximum(gate, 0)
-        a[t * k + j] = rounded(act)
-        y = w_down[e] @ a[t * k + j] + (0 if biases[1] is None else biases[1][e])
-        out[t] += weight[t, j] * y
-    return a, out
+def wanted(x, up, down, index, weight, **options):
+    up, down = (oracle.scaled(w, "bfloat16").swapaxes(1, 2) for w in (up, down))
+    return few_experts.wanted(x, up, down, index, weight, **options)
 
 
 def weights(rng, mode, bits, group_size, *shape):
     scale = jnp.asarray(rng.uniform(0.5, 2, shape[:1]), jnp.float32) if mode == "nvfp4" else None
     return oracle.random_quantized(rng, shape, mode, bits, group_size, "bfloat16", scale=scale)
-
-
-def check(got, want):
-    for g, w in zip(got, want, strict=True):
-        g = oracle.f64(g)
-        # An activation may be rounded the other way where sums differ.
-        assert np.linalg.norm(g - w) <= 1e-3 * np.linalg.norm(w)
-        assert ((w == 7) == (g == 7)).all()
 
 
 @pytest.mark.parametrize(

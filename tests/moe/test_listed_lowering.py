@@ -11,16 +11,11 @@ from test_moe_lowering import array, cuda_text, names
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import extension
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 # 300 rows of each expert.
 T, K, E, D, F = 400, 3, 4, 192, 256
 ROWS = T * K
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
 
 
 def layer(*, t=T, d=D, f=F, dtype="bfloat16", transpose_w=False, activation="swiglu"):

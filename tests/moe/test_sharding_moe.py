@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from expert_parallel import NAMES, layer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import COLLECTIVES, mesh_of, mesh_of_twos, names_in, needs, needs_two_devices
@@ -16,7 +17,6 @@ from meshes import COLLECTIVES, mesh_of, mesh_of_twos, names_in, needs, needs_tw
 import jax_groupgemm as jgg
 
 T, K, E, D, F = 24, 2, 4, 12, 8
-NAMES = ("x", "up", "down", "weight", "up_bias", "down_bias")
 ALL = ("d", "m")
 # Specs of x, of up (with gate and up as an axis of its own where it has four entries), of down and
 # of both biases; collectives of the forward pass, and of both, where XLA makes one of neighbours.
@@ -54,11 +54,6 @@ def problem(rng, dtype="float32", d=D, f=F):
         for name, shape in shapes.items()
     }
     return args, jnp.asarray(rng.integers(-1, E + 1, (T, K)), jnp.int32)
-
-
-def layer(args, index, **options):
-    x, up, down, weight, up_bias, down_bias = (args[name] for name in NAMES)
-    return jgg.moe_mlp(x, up, down, index, weight, up_bias=up_bias, down_bias=down_bias, **options)
 
 
 def loss(args, index, **options):

@@ -11,7 +11,7 @@ import oracle
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from nvfp4_quantize_cases import KEY, SIZES, K, T, leaves_equal, tensors
+from nvfp4_quantize_cases import KEY, SIZES, K, T, tensors
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import choose
@@ -84,8 +84,8 @@ def test_elsewhere_as_defined(rng, monkeypatch):
         want, want_batched = jax.jit(lambda x: (whole(x), square(x)))(x)
     jax.clear_caches()
     assert TARGET in lowered(x, axis=-2)
-    leaves_equal(got, want)
-    leaves_equal(batched, want_batched)
+    oracle.assert_leaves_equal(got, want)
+    oracle.assert_leaves_equal(batched, want_batched)
 
 
 # ---- on a GPU ----
@@ -106,7 +106,7 @@ def same_as_cpu(x, **options):
     got = jax.device_get(jgg.nvfp4_quantize(x, **options))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want = jgg.nvfp4_quantize(x, **options)
-    leaves_equal(got, jax.device_get(want))
+    oracle.assert_leaves_equal(got, jax.device_get(want))
 
 
 @pytest.mark.gpu

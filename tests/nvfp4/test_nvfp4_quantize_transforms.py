@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import nvfp4_oracle
+import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from nvfp4_quantize_cases import F32, leaves_equal
+from nvfp4_quantize_cases import F32
 
 import jax_groupgemm as jgg
 from jax_groupgemm._nvfp4 import layouts
@@ -38,7 +39,7 @@ def both_axes_in_numpy(x, sizes):
     codes, scales, positions, scale = nvfp4_oracle.quantize(x, axis=-2, sizes=sizes, hadamard=True)
     grouped = stored(codes, scales, scale, positions, axis=-2, layout="grouped")
     codes, scales, _, scale = nvfp4_oracle.quantize(x, sizes=sizes)
-    scales, positions = nvfp4_oracle.pad_groups(scales, sizes, 128)
+    scales, positions = oracle.pad_groups(scales, sizes, 128)
     tiles = np.asarray(layouts.swizzle(scales))
     return grouped, stored(codes, tiles, scale, positions, layout="swizzled")
 
@@ -56,10 +57,10 @@ def batch(rng):
 def test_jit_vmap_scan_checkpoint(batch):
     x, sizes, want = batch
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *want)
-    leaves_equal(jax.jit(jax.vmap(both_axes))(x, sizes), stacked)
+    oracle.assert_leaves_equal(jax.jit(jax.vmap(both_axes))(x, sizes), stacked)
     run = jax.checkpoint(both_axes)
     _, scanned = jax.jit(lambda *a: jax.lax.scan(lambda c, b: (c, run(*b)), None, a))(x, sizes)
-    leaves_equal(scanned, stacked)
+    oracle.assert_leaves_equal(scanned, stacked)
     grouped = jax.vmap(jgg.dequantize)(stacked[0])
     for i in range(3):
         np.testing.assert_array_equal(grouped[i], jgg.dequantize(want[i][0]))
@@ -86,7 +87,7 @@ def test_pytree(batch):
     exported = export(x[0], sizes[0])
     assert "@jgg_nvfp4_quantize(" in exported.mlir_module()
     got = jax.export.deserialize(exported.serialize()).call(x[0], sizes[0])
-    leaves_equal(got, want[0])
+    oracle.assert_leaves_equal(got, want[0])
     grouped = got[0]
     assert jax.tree.structure(grouped).num_leaves == 4
     linear = dataclasses.replace(grouped, positions=None, layout="linear")
@@ -122,7 +123,7 @@ def test_shard_map(rng, partial):
     got = jax.jit(mapped)(x, sizes)
     for i in range(2):
         want = both_axes_in_numpy(x[32 * i : 32 * i + 32], sizes[i])
-        leaves_equal(jax.tree.map(lambda a, i=i: a[i], got), want)
+        oracle.assert_leaves_equal(jax.tree.map(lambda a, i=i: a[i], got), want)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -134,7 +135,7 @@ def test_sharded(batch, kind):
     args = put(x, P("a", "b")), put(sizes, P())
     with jax.set_mesh(mesh):
         got = jax.jit(both_axes)(*args)
-    leaves_equal(got, want)
+    oracle.assert_leaves_equal(got, want)
     np.testing.assert_array_equal(jgg.dequantize(got[0]), jgg.dequantize(want[0]))
     if kind == AxisType.Explicit:
         kept = [str(jax.typeof(q.weight)) for q in got]
@@ -148,7 +149,7 @@ def test_explicit_without_jit(batch, spec):
     mesh = mesh_of(AxisType.Explicit)
     args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, spec), (sizes, P()))]
     q = jgg.nvfp4_quantize(args[0], axis=0, group_sizes=args[1], hadamard=True)
-    leaves_equal(q, want[0])
+    oracle.assert_leaves_equal(q, want[0])
     np.testing.assert_array_equal(jgg.dequantize(q), jgg.dequantize(want[0]))
 
 
@@ -161,4 +162,4 @@ def test_explicit_keeps_what_divides(rng):
     q = jgg.nvfp4_quantize(sharded)  # three blocks do not divide among two devices
     last = "" if 3 % parts else "@b"
     assert specs(q) == [f"uint32[2@a,32,6{last}]", f"uint8[2@a,32,3{last}]", "float32[2@a]"]
-    leaves_equal(q, jgg.nvfp4_quantize(w))
+    oracle.assert_leaves_equal(q, jgg.nvfp4_quantize(w))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from lowered_calls import pretend_gpus, types
+from lowered_calls import text_of as lowered
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import choose, extension, proven
@@ -37,27 +39,16 @@ def wgrad(dy, x, *, existing_out=None, **kwargs):
     return jgg.nvfp4_grouped_wgrad(x, dy, SIZES, existing_out=existing_out, **kwargs)
 
 
-def lowered(function, *args, platform="cuda", **kwargs) -> str:
-    traced = jax.jit(functools.partial(function, **kwargs)).trace(*args)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
 OPS = ("mm", "wgrad")
 
 
 def live(monkeypatch, *capabilities):
-    monkeypatch.setattr(
-        extension, "BUILD", extension.Build(cuda="13.0", architectures=("80", "100a"))
-    )
-    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
+    pretend_gpus(monkeypatch, capabilities, ("80", "100a"))
 
 
 def signature(text: str, target: str) -> tuple[list[str], list[str]]:
     """Types of a custom call's operands and results."""
-    line = next(line for line in text.splitlines() if f"@{target}(" in line)
-    types = line.rsplit(" : (", 1)[1]
-    operands, results = types.split(" -> ")
-    return re.findall(r"tensor<([^>]*)>", operands), re.findall(r"tensor<([^>]*)>", results)
+    return types(next(line for line in text.splitlines() if f"@{target}(" in line))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -12,7 +12,6 @@ import pytest
 from device_runs import needs_hopper
 from nvfp4_grouped_problems import (
     along_t,
-    assert_close_but_nan,
     extreme,
     mm_oracle,
     positive,
@@ -91,11 +90,11 @@ def test_mm(rng, case, k):
     np.testing.assert_array_equal(np.isnan(want), nan)
     for biased, rounded, plain in results:
         assert rounded.dtype == "bfloat16"
-        assert_close_but_nan(biased, want, SUMS)
-        assert_close_but_nan(rounded, want, ROUNDED)
-        assert_close_but_nan(plain, unbiased, SUMS)
-        assert_close_but_nan(plain[20], unbiased[20], SUMS)
-        assert_close_but_nan(plain[16:33, 7], unbiased[16:33, 7], SUMS)
+        oracle.assert_close_but_nan(biased, want, SUMS)
+        oracle.assert_close_but_nan(rounded, want, ROUNDED)
+        oracle.assert_close_but_nan(plain, unbiased, SUMS)
+        oracle.assert_close_but_nan(plain[20], unbiased[20], SUMS)
+        oracle.assert_close_but_nan(plain[16:33, 7], unbiased[16:33, 7], SUMS)
         assert not any(np.asarray(out[end:]).any() for out in (biased, rounded, plain))
 
 
@@ -150,9 +149,9 @@ def test_wgrad(rng, n, k, sizes):
     nan = np.zeros(want.shape, bool)
     nan[big, :, 3] = nan[big, 9] = True
     np.testing.assert_array_equal(np.isnan(want), nan)
-    assert_close_but_nan(out, want, SUMS)
-    assert_close_but_nan(out[..., 7], want[..., 7], SUMS)
-    assert_close_but_nan(out[:, 8], want[:, 8], SUMS)
+    oracle.assert_close_but_nan(out, want, SUMS)
+    oracle.assert_close_but_nan(out[..., 7], want[..., 7], SUMS)
+    oracle.assert_close_but_nan(out[:, 8], want[:, 8], SUMS)
     assert not np.asarray(out)[np.array(sizes) == 0].any()
 
 

@@ -53,7 +53,7 @@ def test_swizzled_groups(rng):
         x, sizes = grouped_rows(rng, sizes)
         q = jgg.nvfp4_quantize(x, group_sizes=sizes, layout="swizzled")
         linear = jgg.nvfp4_quantize(x, group_sizes=sizes)
-        padded, positions = nvfp4_oracle.pad_groups(np.asarray(linear.scales), sizes, 128)
+        padded, positions = oracle.pad_groups(np.asarray(linear.scales), sizes, 128)
         np.testing.assert_array_equal(q.positions, positions)
         np.testing.assert_array_equal(q.scales, layouts.swizzle(padded))
         assert q.scales.shape == ((T + 127 * G) // 128, 1, 512)

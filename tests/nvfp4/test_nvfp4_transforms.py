@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import oracle
 import pytest
@@ -94,10 +95,7 @@ def pick(args, i):
     return [a[i] for a in args]
 
 
-def assert_trees_close(got, want, tolerance=1e-5):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        oracle.assert_close(g, w, tolerance=tolerance)
+assert_trees_close = functools.partial(oracle.assert_trees_close, tolerance=1e-5)
 
 
 VMAP = [
@@ -158,31 +156,12 @@ def test_checkpoint_in_scan(rng):
 
 @functools.cache
 def mesh_of(kind) -> jax.sharding.Mesh:
-    if len(jax.devices()) < 2:
-        pytest.skip("needs two devices")
-    return jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
+    return meshes.mesh_of((2,), ("d",), kind)
 
 
 def check_shard_map(examples, single):
-    """Each device has rows and sizes of its own; gradients of what is replicated are summed, with
-    check_vma. ``single``: of one example, without any transformation."""
-    x, w, bias, ct, sizes, keys = examples
-    mapped = jax.shard_map(
-        lambda x, w, b, s, k: jgg.nvfp4_grouped_linear(x, w, s[0], bias=b, key=k),
-        mesh=mesh_of(AxisType.Auto), in_specs=(P("d"), P(), P(), P("d"), P()), out_specs=P("d"),
-        check_vma=True,
-    )  # fmt: skip
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-
-    def f(x, w, bias, ct):
-        out, vjp = jax.vjp(lambda x, w, b: mapped(x, w, b, sizes, keys[0]), x, w, bias)
-        return out, *vjp(ct)
-
-    got = jit(f)(rows(x), w[0], bias[0], rows(ct))
-    a, b = (single(x[i], w[0], bias[0], ct[i], sizes[i], keys[0]) for i in range(2))
-    joined = [jnp.concatenate(pair) for pair in zip(a[:2], b[:2], strict=True)]
-    summed = [p + q for p, q in zip(a[2:], b[2:], strict=True)]
-    assert_trees_close(got, (*joined, *summed))
+    mesh = mesh_of(AxisType.Auto)
+    assert_trees_close(*meshes.mapped_linear(jgg.nvfp4_grouped_linear, mesh, examples, single, jit))
 
 
 def test_shard_map(examples):

@@ -15,7 +15,6 @@ from nvfp4_quantize_cases import (
     K,
     T,
     grouped_rows,
-    leaves_equal,
     same,
     tensors,
     want_of,
@@ -52,7 +51,7 @@ def test_nvfp4_quantize(rng):
         for i, (x, one) in enumerate(zip(xs, ones, strict=True)):
             of_batch = jax.tree.map(lambda a, i=i: a[i], batch)
             same(of_batch, want_of(np.asarray(x), **options))
-            leaves_equal(of_batch, one)
+            oracle.assert_leaves_equal(of_batch, one)
 
 
 def test_nvfp4_quantize_of_groups(rng):
@@ -69,7 +68,7 @@ def test_nvfp4_quantize_of_groups(rng):
         for i in range(len(x)):
             of_batch = jax.tree.map(lambda a, i=i: a[i], batch)
             same(of_batch, want_of(x[i], sizes=sizes[i], **options))
-            leaves_equal(of_batch, jax.device_get(kernel(x[i], sizes[i])))
+            oracle.assert_leaves_equal(of_batch, jax.device_get(kernel(x[i], sizes[i])))
 
 
 def formats_of(dtype):

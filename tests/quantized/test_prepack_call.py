@@ -10,6 +10,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lowered_calls import pretend_gpus
 from test_prepack import KERNELS, ordinary
 from test_prepack_host import any_bits
 from test_quantize_call import calls, lowered, on_cpu, same_bytes
@@ -31,8 +32,7 @@ BUILT = ("80", "90a", "100a")
 
 
 def live(monkeypatch, *capabilities):
-    monkeypatch.setattr(extension, "BUILD", extension.Build(cuda="13.0", architectures=BUILT))
-    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
+    pretend_gpus(monkeypatch, capabilities, BUILT)
 
 
 def test_operands_and_results():

@@ -9,15 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from lowered_calls import text_of as cuda_text
 from qmm_problems import SIZES, problem
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import choose
 from jax_groupgemm._quantized import ordered
-
-
-def cuda_text(function, *args) -> str:
-    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_lowering_without_a_kernel(monkeypatch):

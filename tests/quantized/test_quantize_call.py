@@ -14,7 +14,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_quantized import AFFINE, DTYPES, FP, bits_of, leaves_equal
+from test_quantized import AFFINE, DTYPES, FP, bits_of
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -186,7 +186,7 @@ def test_elsewhere_as_defined(rng, monkeypatch):
         want = jax.jit(results)(w, scale, ct)
     jax.clear_caches()
     assert len(calls(lowered(round_trip, w))) == 2
-    leaves_equal(got, want)
+    oracle.assert_leaves_equal(got, want)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------

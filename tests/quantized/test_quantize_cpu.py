@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_quantize_host import inputs
-from test_quantized import AFFINE, DTYPES, E4M3, FP, bits_of
+from test_quantize_host import around_thresholds, inputs
+from test_quantized import AFFINE, DTYPES, FP, bits_of
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import extension
@@ -82,15 +82,7 @@ def test_ties(rng, bits, dtype):
 
 @pytest.mark.parametrize("scale", [None, 1.0, 0.37, -1 / 2688])
 def test_around_thresholds(rng, scale):
-    """Products of scales with the middles between codes, and float32 neighbours of those."""
-    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.5, 1, 4], F32)
-    scales = E4M3[1:127, None]
-    factor = F32(1 if scale is None else abs(scale))
-    w = rng.choice(middles, (126, 512)) * scales * factor
-    w = (w.astype(F32).view(np.int32) + rng.integers(-2, 3, w.shape, np.int32)).view(F32)
-    w *= rng.choice([-1, 1], w.shape)
-    w[:, ::16] = 6 * scales * factor
-    w = w.astype(F32)
+    w = around_thresholds(rng, 512, 1 if scale is None else abs(scale))
     assert_same(w, "nvfp4", global_scale=None if scale is None else jnp.float32(scale))
     assert_same(w, "mxfp4")
     assert_same(w, "mxfp8")

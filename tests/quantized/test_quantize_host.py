@@ -137,19 +137,23 @@ def test_every_mantissa_and_scale(same, mode, dtype):
         assert same(w.astype(DTYPES[dtype]), mode) == 0
 
 
-@pytest.mark.parametrize("scale", [None, 1.0, 0.37, -1 / 2688])
-def test_float32_around_thresholds(rng, same, scale):
+def around_thresholds(rng, columns: int, factor: float) -> np.ndarray:
     """Products of scales with the middles between codes, and float32 neighbours of those."""
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.5, 1, 4], F32)
     scales = E4M3[1:127, None]
-    factor = F32(1 if scale is None else abs(scale))
-    w = rng.choice(middles, (126, 1024)) * scales * factor
+    w = rng.choice(middles, (126, columns)) * scales * F32(factor)
     w = (w.astype(F32).view(np.int32) + rng.integers(-2, 3, w.shape, np.int32)).view(F32)
     w *= rng.choice([-1, 1], w.shape)
-    w[:, ::16] = 6 * scales * factor
-    same(w.astype(F32), "nvfp4", global_scale=None if scale is None else np.array(scale, F32))
-    same(w.astype(F32), "mxfp4")
-    same(w.astype(F32), "mxfp8")
+    w[:, ::16] = 6 * scales * F32(factor)
+    return w.astype(F32)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.37, -1 / 2688])
+def test_float32_around_thresholds(rng, same, scale):
+    w = around_thresholds(rng, 1024, 1 if scale is None else abs(scale))
+    same(w, "nvfp4", global_scale=None if scale is None else np.array(scale, F32))
+    same(w, "mxfp4")
+    same(w, "mxfp8")
 
 
 def test_divisions(library):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 
 import jax_groupgemm as jgg
@@ -247,28 +248,24 @@ def make(rng, mode, lead=(3, 8)):
     return w, jgg.quantize(w, mode=mode, global_scale=scale)
 
 
-def leaves_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 @pytest.mark.parametrize("mode", ["affine", *FP])
 @pytest.mark.one_in(5)
 def test_pytree(rng, mode):
     w, q = make(rng, mode)
     value = jgg.dequantize(q)
-    leaves_equal(pickle.loads(pickle.dumps(q)), q)
-    leaves_equal(jax.tree.map(lambda x: x, q), q)
-    leaves_equal(jax.device_put(q, jax.devices()[1]), q)
-    leaves_equal(jax.jit(lambda w: jgg.quantize(w, mode=mode, global_scale=q.global_scale))(w), q)
+    oracle.assert_leaves_equal(pickle.loads(pickle.dumps(q)), q)
+    oracle.assert_leaves_equal(jax.tree.map(lambda x: x, q), q)
+    oracle.assert_leaves_equal(jax.device_put(q, jax.devices()[1]), q)
+    oracle.assert_leaves_equal(
+        jax.jit(lambda w: jgg.quantize(w, mode=mode, global_scale=q.global_scale))(w), q
+    )
     np.testing.assert_array_equal(jax.jit(jgg.dequantize)(q), value)
     np.testing.assert_array_equal(jax.vmap(jgg.dequantize)(q), value)
     _, scanned = jax.lax.scan(lambda c, q: (c, jgg.dequantize(q)), None, q)
     np.testing.assert_array_equal(scanned, value)
     scale = q.global_scale
     mapped = jax.vmap(lambda w, s: jgg.quantize(w, mode=mode, global_scale=s))(w, scale)
-    leaves_equal(mapped, q)
+    oracle.assert_leaves_equal(mapped, q)
     shapes = jax.eval_shape(lambda w: jgg.quantize(w, mode=mode), w)
     assert shapes.shape == w.shape
     jax.tree.map(lambda _: None, q)  # a tree of anything
@@ -297,7 +294,7 @@ def in_every_layout(rng):
 def test_layouts_survive_pickle(rng):
     made = in_every_layout(rng)
     back = pickle.loads(pickle.dumps(made))
-    leaves_equal(back, made)
+    oracle.assert_leaves_equal(back, made)
     for layout, q in made.items():
         assert repr(back[layout]) == repr(q)
         same(jgg.dequantize(back[layout]), jgg.dequantize(q))
@@ -312,7 +309,7 @@ def test_checkpoint(rng, tmp_path):
         checkpointer.wait_until_finished()
         for target in (jax.tree.map(ocp.utils.to_shape_dtype_struct, tree), tree):
             back = checkpointer.restore(tmp_path / "saved", target)
-            leaves_equal(back, tree)
+            oracle.assert_leaves_equal(back, tree)
             for layout, q in tree["layers"].items():
                 same(jgg.dequantize(back["layers"][layout]), jgg.dequantize(q))
 
