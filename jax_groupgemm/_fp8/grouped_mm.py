@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, costs
+from .._core import check, costs, parts, segments
 from .._core.composed import Composed
 from .._core.costs import Cost
 from .._core.operations import operation
@@ -216,6 +216,63 @@ def _call(platform, x, w, groups, options, *, product: Mm, fast: bool):
     return _CALLS[plan.kernel.name](plan, x, w, groups, options, product=product)
 
 
+def _parts(part, x, w, groups: Metadata, options: Epilogue, *, product: Mm, fast: bool):
+    """Rows, columns, K and matrices may be divided, in whole blocks."""
+    words = _words(x, w, groups, product)
+    if words is None:
+        return None
+
+    def run(of: Mm):
+        out = jax.ShapeDtypeStruct(of.out_shape(x, w), of.out_dtype)
+        (made,) = part(words, [("tn", out)], x, w, groups, product=of, fast=fast)
+        return made
+
+    if options.nothing:
+        return (run(product),)
+    product = of_any_shape(product)
+    return (quantized_product.FUSED.with_options(run, groups, w, options, product),)
+
+
+def _words(x: Quantized, w: Quantized, groups: Metadata, product: Mm):
+    """None where a block is cut, or rows are given in another way than by sizes."""
+    if groups.form.kind != "sizes":
+        return None
+    of_x, of_w = "tk", "gnk" if product.transpose_w else "gkn"
+    scales_x, scales_w = "", "g"
+    if x.block is not None:
+        scales_x = _scales(of_x, x.shape, x.block)
+    if w.block is not None:
+        scales_w = _scales(of_w, w.shape, (1, *w.block))
+    if scales_x is None or scales_w is None:
+        return None
+    offset = None if groups.group_offset is None else ""
+    return (
+        dataclasses.replace(x, weight=of_x, scales=scales_x),
+        dataclasses.replace(w, weight=of_w, scales=scales_w),
+        dataclasses.replace(groups, values=parts.WHOLE, group_offset=offset),
+    )
+
+
+def _scales(letters: str, shape, block) -> str | None:
+    words = [parts.rows_of(*of) for of in zip(shape, block, letters, strict=True)]
+    return None if None in words else "".join(map(str, words))
+
+
+def _local(cut, x, w, groups: Metadata, *, product: Mm, fast: bool):
+    """Sums over devices are float32, as those of ``partition``."""
+    sizes, offset = cut.sizes(groups.values, "t", x.shape[0]), groups.group_offset
+    if cut.divides("g"):
+        first = cut.index("g") * w.shape[0]
+        offset = first if offset is None else offset.reshape(()) + first.astype(offset.dtype)
+        product = product.replace(clears_rest=True)
+    dtype, product = product.out_dtype, product.replace(rows=x.shape[0])
+    if cut.divides("gk") and jnp.finfo(dtype).bits < 32:
+        product = product.replace(out_dtype=jnp.float32, cotangent_dtype=dtype)
+    here = segments.sizes(sizes, offset)
+    out = _MM(x, w, here, Epilogue(), product=product, fast=fast)
+    return (cut.total(out, "gk").astype(dtype),)
+
+
 def fast_fits(implementation: str | None, fast: bool, x: Quantized) -> bool:
     """Whether a fast kernel may run a product of x."""
     return fast and x.block is None and implementation in (None, "sm90")
@@ -250,7 +307,10 @@ def _cost(operands, values, outs, *, product: Mm, **_) -> Cost:
     return cost + costs.bias_cost(options.bias, rows, weights) + more
 
 
-_MM = Composed("jgg_fp8_grouped_mm", _composed, _call, each=True, keeps_call=True, cost=_cost)
+_MM = Composed(
+    "jgg_fp8_grouped_mm", _composed, _call, each=True, keeps_call=True, cost=_cost, parts=_parts,
+    local=_local,
+)  # fmt: skip
 
 
 def decoded(q: Quantized, implementation: str | None) -> jax.Array:
