@@ -118,6 +118,10 @@ class Composed:
             return None
         return found if found is None or len(found) > 1 else found[0]
 
+    def _is_divided(self, platform: str, context, operands, static) -> bool:
+        """Whether it is divided as its parts are, where XLA may divide operands."""
+        return parts.divides(context) and self._has_call(platform, operands, dict(static))
+
     def _has_call(self, platform: str, operands, static: dict) -> bool:
         """Whether a kernel takes operands of these shapes."""
         call = functools.partial(self._call, platform, **static)
@@ -178,10 +182,9 @@ class Composed:
             out, operands, context = None, tree.unflatten(leaves), ctx.module_context.axis_context
             if not divided:
                 out = self._call(platform, *operands, **dict(static))
-            elif self._parts is not None and parts.divides(context):
-                if self._has_call(platform, operands, dict(static)):
-                    part = functools.partial(parts.automatic, self._name, context)
-                    out = self._parts(part, *operands, **dict(static))
+            elif self._parts is not None and self._is_divided(platform, context, operands, static):
+                part = functools.partial(parts.automatic, self._name, context)
+                out = self._parts(part, *operands, **dict(static))
             return _meaning(*leaves, jaxpr=jaxpr) if out is None else jax.tree.leaves(out)
 
         return mlir.lower_fun(one_device, multiple_results=True)(ctx, *leaves)

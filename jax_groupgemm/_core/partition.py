@@ -40,7 +40,6 @@ from . import segments
 from .products import Mm, Product, Wgrad
 from .segments import WEIGHT, X_START, Y_START, Metadata
 
-
 #: The letter of axes that are on every device.
 WHOLE = "."
 
@@ -190,7 +189,7 @@ class _Named:
         return lax.pmax(a, axes)
 
 
-def plan_by(call: Call, mesh, specs, shapes, operands, allowed=None) -> _Plan:
+def plan_by(call: Any, mesh, specs, shapes, operands, allowed=None) -> _Plan:
     """Give each axis letter the mesh axes of the first operand that shards it.
 
     ``specs``, ``shapes``: of the operands that are not metadata, and of the results. A mesh axis

@@ -439,7 +439,8 @@ def _rule(call: Any, types) -> str:
     anchor = [["anchor"]] * (len(types) - len(own))
     given = [*operands, *metadata, *anchor]
     sizes: dict[str, int] = {}
-    for names, shape in zip([*given, *outs], [*(t.shape for t in types), *shapes], strict=True):
+    of_each: list[Any] = [*(t.shape for t in types), *shapes]
+    for names, shape in zip([*given, *outs], of_each, strict=True):
         for name, size in zip(names, shape, strict=True):
             sizes[name] = math.gcd(sizes.get(name, size), size)
     written = {name: chr(ord("i") + i) if i < 18 else f"z_{i - 17}" for i, name in enumerate(sizes)}
