@@ -439,10 +439,10 @@ def _rule(call: Any, types) -> str:
     anchor = [["anchor"]] * (len(types) - len(own))
     given = [*operands, *metadata, *anchor]
     sizes: dict[str, int] = {}
-    of_each: list[Any] = [*(t.shape for t in types), *shapes]
+    of_each = [*(t.shape for t in types), *shapes]
     for names, shape in zip([*given, *outs], of_each, strict=True):
         for name, size in zip(names, shape, strict=True):
-            sizes[name] = math.gcd(sizes.get(name, size), size)
+            sizes[name] = math.gcd(sizes.get(name, 0), size)
     written = {name: chr(ord("i") + i) if i < 18 else f"z_{i - 17}" for i, name in enumerate(sizes)}
     listed = lambda names: ", ".join(written[name] for name in names)
     mapped = ", ".join(f"[{listed(names)}]" for names in given)
