@@ -161,9 +161,18 @@ def letters(a) -> str:
     return "abdefghij"[: a.ndim - 2]
 
 
-def rows_of(size: int, block: int, letter: str) -> str | None:
-    """The letter of an axis of scales, of blocks of that size: whole where one block has all; None
-    where the last block is cut, so that parts would have other blocks."""
-    if block >= size:
-        return WHOLE
-    return letter if size % block == 0 else None
+def cut_blocks(word: str, shape, block) -> set[str]:
+    """The letters of axes whose last block is cut: parts of them would have other blocks."""
+    return {of for of, size, n in zip(word, shape, block, strict=True) if n < size and size % n}
+
+
+def with_whole(word: str, whole: set[str]) -> str:
+    """A word where every device has all of some axes."""
+    return "".join(WHOLE if letter in whole else letter for letter in word)
+
+
+def of_scales(word: str, shape, block) -> str:
+    """The word of an array's scales, of blocks of that shape. One block that is all of an axis is
+    that of each part of it, too."""
+    one = {of for of, size, n in zip(word, shape, block, strict=True) if n >= size}
+    return with_whole(word, one)

@@ -205,13 +205,12 @@ def _parts(part, x, group_sizes, seed, row_index, *, axes: tuple[int, ...], **st
         return *one(axes=axes[:1]), *one(axes=axes[1:])
     run = functools.partial(_definition, axes=axes, **static)
     types = jax.eval_shape(run, x, group_sizes, None)
-    places = {-1: ("r", "c"), -2: ("c", "r")}
+    places = {-1: "rc", -2: "cr"}
+    sizes = dict(zip("rc", x.shape[-2:], strict=True))
     whole = {"r"} if -2 in axes and group_sizes is not None else set()
-    for axis in axes:
-        for letter, size in zip(places[axis], block, strict=True):
-            if x.shape["rc".index(letter) - 2] % size:
-                whole.add(letter)
-    named = lambda letters: "".join(parts.WHOLE if of in whole else of for of in letters)
+    for word in (places[axis] for axis in axes):  # parts of a block would have other scales
+        whole |= {of for of, n in zip(word, block, strict=True) if sizes[of] % n}
+    named = functools.partial(parts.with_whole, whole=whole)
     lead = parts.letters(x)
     words = [lead + named(places[axis]) for axis in axes for _ in range(2)]
     given = lead + named("rc"), None if group_sizes is None else parts.WHOLE, None, None

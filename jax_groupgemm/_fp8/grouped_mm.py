@@ -218,13 +218,14 @@ def _call(platform, x, w, groups, options, *, product: Mm, fast: bool):
 
 def _parts(part, x, w, groups: Metadata, options: Epilogue, *, product: Mm, fast: bool):
     """Rows, columns, K and matrices may be divided, in whole blocks."""
-    words = _words(x, w, groups, product)
-    if words is None:
+    if groups.form.kind != "sizes":
         return None
+    words, whole = _words(x, w, groups, product)
 
     def run(of: Mm):
         out = jax.ShapeDtypeStruct(of.out_shape(x, w), of.out_dtype)
-        (made,) = part(words, [("tn", out)], x, w, groups, product=of, fast=fast)
+        results = [(parts.with_whole("tn", whole), out)]
+        (made,) = part(words, results, x, w, groups, product=of, fast=fast)
         return made
 
     if options.nothing:
@@ -234,28 +235,23 @@ def _parts(part, x, w, groups: Metadata, options: Epilogue, *, product: Mm, fast
 
 
 def _words(x: Quantized, w: Quantized, groups: Metadata, product: Mm):
-    """None where a block is cut, or rows are given in another way than by sizes."""
-    if groups.form.kind != "sizes":
-        return None
+    """Those of the operands, and the letters of axes that blocks do not divide."""
     of_x, of_w = "tk", "gnk" if product.transpose_w else "gkn"
-    scales_x, scales_w = "", "g"
-    if x.block is not None:
-        scales_x = _scales(of_x, x.shape, x.block)
-    if w.block is not None:
-        scales_w = _scales(of_w, w.shape, (1, *w.block))
-    if scales_x is None or scales_w is None:
-        return None
+    blocked = [
+        (word, q.shape, (1, *q.block)[-len(word) :])
+        for word, q in ((of_x, x), (of_w, w))
+        if q.block is not None
+    ]
+    whole = set().union(*(parts.cut_blocks(*of) for of in blocked))
+    scales: dict[str, str] = {word: parts.of_scales(word, *of) for word, *of in blocked}
+
+    def of(q: Quantized, word: str, alone: str) -> Quantized:
+        codes, of_scales = (parts.with_whole(a, whole) for a in (word, scales.get(word, alone)))
+        return dataclasses.replace(q, weight=codes, scales=of_scales)
+
     offset = None if groups.group_offset is None else ""
-    return (
-        dataclasses.replace(x, weight=of_x, scales=scales_x),
-        dataclasses.replace(w, weight=of_w, scales=scales_w),
-        dataclasses.replace(groups, values=parts.WHOLE, group_offset=offset),
-    )
-
-
-def _scales(letters: str, shape, block) -> str | None:
-    words = [parts.rows_of(*of) for of in zip(shape, block, letters, strict=True)]
-    return None if None in words else "".join(map(str, words))
+    sizes = dataclasses.replace(groups, values=parts.WHOLE, group_offset=offset)
+    return (of(x, of_x, ""), of(w, of_w, "g"), sizes), whole
 
 
 def _local(cut, x, w, groups: Metadata, *, product: Mm, fast: bool):

@@ -119,6 +119,32 @@ def test_linear_is_kernels(scaling, kind):
         assert {name: found[name] for name in wanted} == wanted
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "block", "words"),
+    [
+        (384, 256, (128, 128), ("tk", "tk", "gnk", "gnk", ".", "tn")),
+        (200, 256, (128, 128), ("tk", "tk", "g.k", "g.k", ".", "t.")),  # the last block is cut
+        (384, 200, (128, 128), ("t.", "t.", "gn.", "gn.", ".", "tn")),
+        (128, 128, (128, 128), ("tk", "t.", "gnk", "g..", ".", "tn")),  # one block is that of parts
+        (200, 200, None, ("tk", "", "gnk", "g..", ".", "tn")),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_which_axes_may_be_divided(n, k, block, words):
+    """Those of whole blocks."""
+    of_x = {"block": None} if block is None else {}
+    quantized = lambda shape, **options: jax.eval_shape(
+        functools.partial(jgg.fp8_quantize, **options), jax.ShapeDtypeStruct(shape, "bfloat16")
+    )
+    x, w = quantized((T, k), **of_x), quantized((G, n, k), block=block)
+    mesh = mesh_of((2,), ("d",), AxisType.Auto)
+    with jax.set_mesh(mesh):
+        types = *on_every_device(mesh, (x, w)), struct(mesh, (G,), dtype="int32")
+        ((config, *_),) = divided(cuda_text(jgg.fp8_grouped_mm, *types))
+    call, _ = partitioner._read(config)
+    assert (*call.product.words, *call.product.results) == words
+
+
 MOE = {"tokens": 64, "d": 256, "f": 512, "e": 4, "k": 2}
 MOE_SPECS = {
     "T": (P("d"), P(), P()),
@@ -254,8 +280,8 @@ def test_quantize(rng, name):
 @pytest.mark.parametrize(
     ("scaling", "kind", "name"),
     [
-        ("block", AxisType.Auto, "K"), ("block", AxisType.Explicit, "G"),
-        ("delayed", AxisType.Auto, "T"), ("delayed", AxisType.Explicit, "T"),
+        ("block", AxisType.Auto, "K"), ("delayed", AxisType.Auto, "T"),
+        ("delayed", AxisType.Explicit, "T"),
         *(
             pytest.param(scaling, kind, name, marks=pytest.mark.weekly)
             for scaling in ("block", "tensor") for kind in KINDS for name in ("T", "N", "G")
