@@ -60,11 +60,11 @@ def fp8_grouped_mm(
     Rows of no group are exact zeros, whatever they hold.
 
     Kernels take codes of e4m3 ("sm89" also x of e5m2), x in blocks of ``(1, 128)`` and w in blocks
-    of ``(128, 128)``, or either with a scale for each matrix, on one device (or in ``shard_map``),
-    and under ``vmap`` where each of the batch has an operand of 2^20 numbers. Where x and w have a
-    scale for each matrix, kernels of bfloat16 multiply the codes otherwise, which bfloat16 holds.
-    Everything else is the XLA program, which multiplies float32 values and is closer to the exact
-    product.
+    of ``(128, 128)``, or either with a scale for each matrix. Of sharded operands they run on each
+    device's part, and under ``vmap`` where each of the batch has an operand of 2^20 numbers. Where
+    x and w have a scale for each matrix, kernels of bfloat16 multiply the codes otherwise, which
+    bfloat16 holds. Everything else is the XLA program, which multiplies float32 values and is
+    closer to the exact product.
 
     Args:
       x: mode ``"fp8"``, ``(T, K)``, as :func:`fp8_quantize` makes it: blocks of ``(1, 128)``,

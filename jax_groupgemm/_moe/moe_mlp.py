@@ -145,7 +145,7 @@ def moe_mlp(
 
     **Sharded in other ways**, devices add partial results in float32, and gradients travel in their
     own dtype. No sharding may cut D, k or tiles of prepacked weights. Each device has scales and
-    random numbers of its own for a recipe.
+    random numbers of its own for a recipe. A state sees the largest numbers of all devices.
 
     **With an** :class:`FP8Recipe` the layer has the values of :func:`dispatch`,
     :func:`fp8_grouped_linear` twice and :func:`combine`. The backward pass quantizes a token's
