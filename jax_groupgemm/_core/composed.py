@@ -1,8 +1,8 @@
 """Operations that mean a composition of others, and that a kernel may run as one call.
 
 Differentiating or batching one goes back to the composition, whose parts have their derivatives; it
-may have a backward pass of its own. Operands that XLA is to divide among devices (Auto, Explicit)
-are composed, too.
+may have a backward pass of its own. Operands that are divided among devices (Auto, Explicit) are
+composed, too, unless the operation says how they are divided (``parts.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 
-from . import batching, partition, partitioner, remat
+from . import batching, partition, partitioner, parts, remat
 from .costs import COSTS
 from .own_backward import OwnBackward
 from .primitive import runs_alone, vary_alike, zero_tangent
@@ -45,6 +45,10 @@ class Composed:
       keeps_call: whether the value of a differentiated call remains one call. Otherwise it is the
         composition's, which shares what the derivative needs.
       sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
+      parts: ``parts(part, *operands, **static)`` returns the results, as a tuple, where operands
+        are divided among devices, or None where they are composed. ``part(words, results,
+        *operands, **static)`` is ``local``, as ``parts.automatic`` says it, of each device's parts.
+      local: ``local(cut, *operands, **static)``.
       cost: ``cost(operands, values, outs, **static)``, as in ``costs.COSTS``, of trees of operands.
       vjp: ``(forward, backward)`` as of :class:`OwnBackward`: reverse mode then runs those, unless
         ``forward`` returns None. Every other derivative is the composition's.
@@ -53,10 +57,14 @@ class Composed:
     def __init__(self, name: str, composed: Callable, call: Callable, *,
                  batch: Callable | None = None, batches_backward: bool = False,
                  each: bool = False, keeps_call: bool = False, sharded: Callable | None = None,
+                 parts: Callable | None = None, local: Callable | None = None,
                  cost: Callable | None = None,
                  vjp: tuple[Callable, Callable] | None = None):  # fmt: skip
         self._composed, self._call, self._batched = composed, call, batch
-        self._keeps_call, self._sharded = keeps_call, sharded
+        self._keeps_call, self._sharded, self._parts = keeps_call, sharded, parts
+        self._name = name
+        if local is not None:
+            partitioner.PER_DEVICE[name] = local
         self._own_backward = None if vjp is None else OwnBackward(name, *vjp, _meaning_of)
         of_batch = functools.partial(_of_batch, name, composed, vjp, cost)
         self._of_batch = functools.cache(of_batch) if batches_backward else None
@@ -87,9 +95,10 @@ class Composed:
 
     def __call__(self, *operands, **static):
         leaves, tree = jax.tree.flatten(operands)
-        if partition.explicit_mesh(leaves) is not None:
+        if (mesh := partition.explicit_mesh(leaves)) is not None:
             self._is_sharded(static)
-            return self._composed(*operands, **static)
+            found = self._in_parts(mesh, *operands, **static)
+            return self._composed(*operands, **static) if found is None else found
         leaves = vary_alike(*leaves)
         traced = self._traceable(**static).trace(*tree.unflatten(leaves))
         outs = self.primitive.bind(
@@ -97,6 +106,26 @@ class Composed:
             local=partition.is_local(),
         )  # fmt: skip
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), outs)
+
+    def _in_parts(self, mesh, *operands, **static):
+        """The result where operands are explicitly sharded as its parts are; else None."""
+        if self._parts is None or partition.maps_explicit_axes():
+            return None
+        part = functools.partial(parts.explicit, self._name, mesh)
+        try:
+            found = self._parts(part, *operands, **static)
+        except parts.NotDivided:
+            return None
+        return found if found is None or len(found) > 1 else found[0]
+
+    def _is_divided(self, platform: str, context, operands, static) -> bool:
+        """Whether it is divided as its parts are, where XLA may divide operands."""
+        return parts.divides(context) and self._has_call(platform, operands, dict(static))
+
+    def _has_call(self, platform: str, operands, static: dict) -> bool:
+        """Whether a kernel takes operands of these shapes."""
+        call = functools.partial(self._call, platform, **static)
+        return jax.eval_shape(call, *operands) is not None
 
     def _is_sharded(self, static: dict) -> None:
         if self._sharded is not None:
@@ -150,9 +179,12 @@ class Composed:
             self._is_sharded(dict(static))
 
         def one_device(*leaves):
-            out = None
+            out, operands, context = None, tree.unflatten(leaves), ctx.module_context.axis_context
             if not divided:
-                out = self._call(platform, *tree.unflatten(leaves), **dict(static))
+                out = self._call(platform, *operands, **dict(static))
+            elif self._parts is not None and self._is_divided(platform, context, operands, static):
+                part = functools.partial(parts.automatic, self._name, context)
+                out = self._parts(part, *operands, **dict(static))
             return _meaning(*leaves, jaxpr=jaxpr) if out is None else jax.tree.leaves(out)
 
         return mlir.lower_fun(one_device, multiple_results=True)(ctx, *leaves)

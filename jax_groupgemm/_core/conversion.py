@@ -22,12 +22,13 @@ def _any_problem(*_, mode: str = "", **__) -> Callable[..., problems.Conversion]
 
 
 def composed(name: str, definition: Callable, call: Callable, problem_of: Callable = _any_problem,
-             batch: Callable | None = None, each: bool = False):  # fmt: skip
+             batch: Callable | None = None, each: bool = False, parts: Callable | None = None,
+             local: Callable | None = None):  # fmt: skip
     """The conversion ``definition(*operands, **static)`` of that name in ``choose.KERNELS``, which
     ``call`` makes as a custom call. ``problem_of(*operands, **static)`` makes the problem that
     kernels see, of the fields that every conversion has. ``batch(size, operands, axes)`` returns
     the operands of a batch as those of one call, or None; with ``each`` a batch that has none is a
-    call of each (``Composed``)."""
+    call of each (``Composed``), as are ``parts`` and ``local``."""
 
     def by_kernel(platform, *operands, **static):
         problem = problem_of(*operands, **static)(
@@ -46,6 +47,8 @@ def composed(name: str, definition: Callable, call: Callable, problem_of: Callab
         batch=batched,
         each=each,
         keeps_call=True,
+        parts=parts,
+        local=local,
         cost=costs.conversion,
     )
     return out

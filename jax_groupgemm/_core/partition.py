@@ -40,6 +40,9 @@ from . import segments
 from .products import Mm, Product, Wgrad
 from .segments import WEIGHT, X_START, Y_START, Metadata
 
+#: The letter of axes that are on every device.
+WHOLE = "."
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -58,21 +61,38 @@ class Call:
         a, b, _ = self.tree.unflatten(operands)
         return self.product.out_shape(a, b)
 
+    def out_shapes(self, operands: Sequence) -> list[tuple[int, ...]]:
+        """Of every result; a product has one."""
+        return [self.out_shape(operands)]
+
+    def plan(self, *fields) -> _Plan:
+        return _Plan(self, *fields)
+
+    def alone(self, bind: Callable, operands: Sequence) -> list:
+        """The results where one device has all."""
+        return [bind(*self.tree.unflatten(operands), self.product)]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """Which mesh axes divide which axis letter."""
 
-    call: Call
-    letters: tuple[str, ...]  # of the operands and the result
+    call: Any
+    letters: tuple[str, ...]  # of the operands and the results
     mesh_axes: dict[str, tuple[str, ...]]
     mesh: Any  # what those axes are, as ``_Named``
     units: dict[str, int]  # of each axis letter: its size, or whole quantization groups and words
 
     def in_specs(self, operands) -> list[P]:
         """A spec for every operand; metadata is replicated."""
-        meta = operands[len(self.letters) - 1 :]
-        return [*map(self._spec, self.letters[:-1]), *(P(*[None] * len(m.shape)) for m in meta)]
+        count = len(self.letters) - len(self.call.out_shapes(operands))
+        meta = operands[count:]
+        words = self.letters[:count]
+        return [*map(self._spec, words), *(P(*[None] * len(m.shape)) for m in meta)]
+
+    def out_specs(self, operands) -> list[P]:
+        """A spec for every result."""
+        return [*map(self._spec, self.letters[-len(self.call.out_shapes(operands)) :])]
 
     def out_spec(self) -> P:
         return self._spec(self.letters[-1])
@@ -97,6 +117,8 @@ class _Plan:
         elif isinstance(product, Mm):
             rows["t"] = self._shard(product.rows, "t")
             product = product.replace(rows=rows["t"])
+            if self.mesh_axes.get("g"):  # rows of other devices' weights are added to theirs
+                product = product.replace(clears_rest=True)
         metadata = self._local_segments(metadata, rows)
         summed = [
             axis
@@ -163,13 +185,16 @@ class _Named:
         """The sum over them."""
         return lax.psum(a, axes)
 
+    def largest(self, a, axes: tuple[str, ...]):
+        return lax.pmax(a, axes)
 
-def plan_by(call: Call, mesh, specs, shapes, operands, allowed=None) -> _Plan:
+
+def plan_by(call: Any, mesh, specs, shapes, operands, allowed=None) -> _Plan:
     """Give each axis letter the mesh axes of the first operand that shards it.
 
-    ``specs``, ``shapes``: of the operands that are not metadata, and of the result. A mesh axis
+    ``specs``, ``shapes``: of the operands that are not metadata, and of the results. A mesh axis
     divides one letter only, and only where it divides evenly; ``allowed`` restricts to some mesh
-    axes.
+    axes. Nothing divides an axis of letter ``WHOLE``.
     """
     words = call.letters(operands)
     units: dict[str, int] = {}
@@ -182,12 +207,12 @@ def plan_by(call: Call, mesh, specs, shapes, operands, allowed=None) -> _Plan:
         for letter, entry in zip(letters, _entries(spec, len(letters)), strict=True):
             axes = tuple(a for a in entry if allowed is None or a in allowed)
             parts = math.prod(mesh.shape[axis] for axis in axes)
-            if letter in mesh_axes or not axes or units[letter] % parts:
+            if letter == WHOLE or letter in mesh_axes or not axes or units[letter] % parts:
                 continue
             if mesh.independent([*used, *axes]):
                 mesh_axes[letter] = axes
                 used += axes
-    return _Plan(call, words, mesh_axes, mesh, units)
+    return call.plan(words, mesh_axes, mesh, units)
 
 
 def _entries(spec, rank: int) -> list[tuple[str, ...]]:

@@ -36,7 +36,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._kernels import extension, proven, tuned
-from .partition import Call, explicit_mesh_of, plan_by
+from .partition import WHOLE, Call, explicit_mesh_of, plan_by
 from .products import Mm, Wgrad
 from .segments import Form, Metadata
 
@@ -132,6 +132,14 @@ class Devices:
 
     def total(self, a, names: Sequence[str]):
         """The sum over the devices that have the parts of these names, and all else alike."""
+        return lax.psum(a, _DEVICES, axis_index_groups=self._alike(names))
+
+    def largest(self, a, names: Sequence[str]):
+        """The largest of them."""
+        return lax.pmax(a, _DEVICES, axis_index_groups=self._alike(names))
+
+    def _alike(self, names: Sequence[str]) -> list[list[int]] | None:
+        """Groups of devices, by number; None where all are one."""
         others = [name for name in self._used if name not in names]
         alike = self._group * self._product(others) + self._combined(others)[self._local]
         part = self._combined(names)[self._local]
@@ -140,7 +148,7 @@ class Devices:
         copies = self.count // self._product(self._used)
         groups = order.reshape(-1, self._product(names), copies).swapaxes(1, 2)
         groups = groups.reshape(-1, self._product(names)).tolist()
-        return lax.psum(a, _DEVICES, axis_index_groups=None if len(groups) == 1 else groups)
+        return None if len(groups) == 1 else groups
 
     def _combined(self, names: Sequence[str]) -> np.ndarray:
         """One number for each combination of parts, by local number."""
@@ -184,10 +192,12 @@ def _devices(config: dict[str, Any], anchor) -> Devices:
 _CLASSES: dict[str, type] = {
     cls.__name__: cls for cls in (Mm, Wgrad, Metadata, Form, lax.Precision, lax.DotAlgorithmPreset)
 }
+#: What makes a call of an operation's record, where that is no product.
+CALLS: dict[type, Callable] = {}
 
 
 def describe(cls: type) -> None:
-    """Products may have one of these as their second operand."""
+    """Operations may have one of these as an operand, or be described by one."""
     _CLASSES[cls.__name__] = cls
 
 
@@ -230,14 +240,14 @@ def _decoded(value) -> Any:
     return cls(**{key: _decoded(field) for key, field in fields.items()})
 
 
-def _written(call: Call, platform: str, devices: int, mesh) -> str:
-    a, b, metadata = call.tree.unflatten([_Operand()] * call.tree.num_leaves)
+def _written(call: Any, platform: str, devices: int, mesh) -> str:
+    operands = call.tree.unflatten([_Operand()] * call.tree.num_leaves)
     return json.dumps(
         {
             "format": FORMAT,
             "name": call.name,
             "product": _encoded(call.product),
-            "operands": [_encoded(a), _encoded(b), _encoded(metadata)],
+            "operands": [*map(_encoded, operands)],
             "platform": platform,
             # Settings of JAX that are in force where it is lowered.
             "x64": jax.config.jax_enable_x64,
@@ -253,7 +263,7 @@ def _written(call: Call, platform: str, devices: int, mesh) -> str:
     )
 
 
-def _read(config: bytes) -> tuple[Call, dict[str, Any]]:
+def _read(config: bytes) -> tuple[Any, dict[str, Any]]:
     """The inverse of :func:`_written`."""
     given = json.loads(config)
     if given["format"] != FORMAT:
@@ -262,7 +272,9 @@ def _read(config: bytes) -> tuple[Call, dict[str, Any]]:
             f"described in format {given['format']}, expected {FORMAT}. Export it again."
         )
     operands = tuple(map(_decoded, given["operands"]))
-    return Call(given["name"], jax.tree.structure(operands), _decoded(given["product"])), given
+    product = _decoded(given["product"])
+    made = CALLS.get(type(product), Call)
+    return made(given["name"], jax.tree.structure(operands), product), given
 
 
 # ---- what XLA asks ---------------------------------------------------------------------------
@@ -271,15 +283,15 @@ def _read(config: bytes) -> tuple[Call, dict[str, Any]]:
 PER_DEVICE: dict[str, Callable] = {}
 
 
-def _planned(config: bytes, shapes, shardings, result_sharding=None):
+def _planned(config: bytes, shapes, shardings, result_shardings=()):
     """The plan of a call; its devices and operands, and what its configuration says."""
     call, given = _read(config)
     devices = _devices(given, shardings[-1])
     operands = [jax.ShapeDtypeStruct(s.dimensions(), s.numpy_dtype()) for s in _own(call, shapes)]
-    words = call.letters(operands)
-    out = call.out_shape(operands)
-    all_shapes = [*(v.shape for v in operands[: len(words) - 1]), out]
-    given_shardings = [*shardings[: len(words) - 1], result_sharding]
+    words, outs = call.letters(operands), call.out_shapes(operands)
+    count = len(words) - len(outs)
+    all_shapes = [*(v.shape for v in operands[:count]), *outs]
+    given_shardings = [*shardings[:count], *(result_shardings or [None] * len(outs))]
     specs = [
         devices.entries(sharding, len(shape))
         for sharding, shape in zip(given_shardings, all_shapes, strict=True)
@@ -288,9 +300,9 @@ def _planned(config: bytes, shapes, shardings, result_sharding=None):
 
 
 def _partition(shapes, shardings, result, result_sharding, config: bytes):
-    """The program of one device, and the shardings of its operands and its result."""
-    del result
-    plan, devices, operands, given = _planned(config, shapes, shardings, result_sharding)
+    """The program of one device, and the shardings of its operands and its results."""
+    results = result_sharding.tuple_elements() if result.is_tuple() else [result_sharding]
+    plan, devices, operands, given = _planned(config, shapes, shardings, results)
     wanted = [devices.sharding(spec) for spec in plan.in_specs(operands)]
     if given["mesh"] is not None:
         wanted.append(shardings[-1])
@@ -310,7 +322,14 @@ def _partition(shapes, shardings, result, result_sharding, config: bytes):
     ):
         jaxpr = jax.make_jaxpr(run, axis_env=[(_DEVICES, given["devices"])])(*parts)
         module = _module(jaxpr, given["platform"], given["devices"])
-    return module, wanted, devices.sharding(plan.out_spec())
+    return module, wanted, _together(result, [*map(devices.sharding, plan.out_specs(operands))])
+
+
+def _together(result, shardings: list):
+    """Those of all results, as XLA has them."""
+    import jaxlib.xla_client as xc
+
+    return xc.HloSharding.tuple_sharding(result, shardings) if result.is_tuple() else shardings[0]
 
 
 def _module(jaxpr, platform: str, devices: int) -> bytes:
@@ -331,9 +350,8 @@ def _propagate(sharding, _, config: bytes):
 
 def _infer(shapes, shardings, result, config: bytes):
     """The sharding of the result by those of the operands: asked where Shardy is switched off."""
-    del result
-    plan, devices, _, _ = _planned(config, shapes, shardings)
-    return devices.sharding(plan.out_spec())
+    plan, devices, operands, _ = _planned(config, shapes, shardings)
+    return _together(result, [*map(devices.sharding, plan.out_specs(operands))])
 
 
 def _registered() -> bool:
@@ -386,16 +404,16 @@ def _left(context) -> list[tuple[str, int]]:
     return [(name, size) for name, size in context.mesh.shape.items() if name not in mapped]
 
 
-def _whole(*operands, call: Call, **_):
-    return PER_DEVICE[call.name](*call.tree.unflatten(_own(call, operands)), call.product)
+def _whole(*operands, call: Any, **_):
+    return call.alone(PER_DEVICE[call.name], _own(call, operands))
 
 
-def _own(call: Call, operands):
+def _own(call: Any, operands):
     """Those of the product, without the one that shows the order of devices."""
     return operands[: call.tree.num_leaves]
 
 
-def _call_lowering(platform: str, ctx, *values, call: Call, devices: int, mesh, **_):
+def _call_lowering(platform: str, ctx, *values, call: Any, devices: int, mesh, **_):
     attributes = {}
     if jax.config.jax_use_shardy_partitioner:
         attributes["sdy.sharding_rule"] = mlir.ir.Attribute.parse(_rule(call, ctx.avals_in))
@@ -406,37 +424,45 @@ def _call_lowering(platform: str, ctx, *values, call: Call, devices: int, mesh, 
     return emit(ctx, *values)
 
 
-def _rule(call: Call, types) -> str:
-    """Which axes of operands and result are the same factor, as Shardy writes it. A letter of
+def _rule(call: Any, types) -> str:
+    """Which axes of operands and results are the same factor, as Shardy writes it. A letter of
     several sizes is a factor of all: of an axis in quantization groups, their number, or that of
-    their pairs where two share a word."""
+    their pairs where two share a word. An axis that is whole has a factor of its own."""
     own = _own(call, types)
-    *operands, out = map(list, call.letters(own))
+    shapes = call.out_shapes(own)
+    words = [
+        [f"w{i}_{j}" if letter == WHOLE else letter for j, letter in enumerate(word)]
+        for i, word in enumerate(call.letters(own))
+    ]
+    operands, outs = words[: -len(shapes)], words[-len(shapes) :]
     metadata = [[f"m{i}_{j}" for j in range(t.ndim)] for i, t in enumerate(own[len(operands) :])]
     anchor = [["anchor"]] * (len(types) - len(own))
     given = [*operands, *metadata, *anchor]
     sizes: dict[str, int] = {}
-    for names, shape in zip(
-        [*given, out], [*(t.shape for t in types), call.out_shape(own)], strict=True
-    ):
+    of_each = [*(t.shape for t in types), *shapes]
+    for names, shape in zip([*given, *outs], of_each, strict=True):
         for name, size in zip(names, shape, strict=True):
-            sizes[name] = math.gcd(sizes.get(name, size), size)
+            sizes[name] = math.gcd(sizes.get(name, 0), size)
     written = {name: chr(ord("i") + i) if i < 18 else f"z_{i - 17}" for i, name in enumerate(sizes)}
     listed = lambda names: ", ".join(written[name] for name in names)
     mapped = ", ".join(f"[{listed(names)}]" for names in given)
     factors = ", ".join(f"{written[name]}={size}" for name, size in sizes.items())
-    summed = [name for name in sizes if len(name) == 1 and name not in out]
+    made = {name for names in outs for name in names}
+    summed = [name for name in sizes if len(name) == 1 and name not in made]
+    whole = [name for name in sizes if name[0] in "mw" and len(name) > 1]
     kinds = ""
     if summed:
         kinds += f" reduction={{{listed(summed)}}}"
-    if any(metadata):
-        kinds += f" need_replication={{{listed(name for names in metadata for name in names)}}}"
-    return f"#sdy.op_sharding_rule<({mapped})->([{listed(out)}]) {{{factors}}}{kinds}, custom>"
+    if whole:
+        kinds += f" need_replication={{{listed(whole)}}}"
+    results = ", ".join(f"[{listed(names)}]" for names in outs)
+    return f"#sdy.op_sharding_rule<({mapped})->({results}) {{{factors}}}{kinds}, custom>"
 
 
 _PRODUCT = Primitive(extension.DIVIDED)
-_PRODUCT.def_abstract_eval(lambda *_, out, **__: out)
-mlir.register_lowering(_PRODUCT, mlir.lower_fun(_whole, multiple_results=False))
+_PRODUCT.multiple_results = True
+_PRODUCT.def_abstract_eval(lambda *_, outs, **__: list(outs))
+mlir.register_lowering(_PRODUCT, mlir.lower_fun(_whole, multiple_results=True))
 for _platform in _PLATFORMS:
     mlir.register_lowering(
         _PRODUCT, functools.partial(_call_lowering, _platform), platform=_platform
@@ -454,11 +480,12 @@ def anchored(context, leaves: Sequence) -> list:
     return [*leaves, lax.with_sharding_constraint(anchor, over_all)]
 
 
-def divided(call: Call, context, operands: Sequence, out: ShapedArray):
-    """A product of operands that XLA may divide, in a module that is lowered in that context;
-    ``operands`` are :func:`anchored`."""
+def divided(call: Any, context, operands: Sequence, outs: Sequence[ShapedArray]) -> list:
+    """The results of an operation whose operands XLA may divide, in a module that is lowered in
+    that context; ``operands`` are :func:`anchored`."""
+    bind = functools.partial(_PRODUCT.bind, *operands, call=call, outs=tuple(outs))
     if not isinstance(context, mlir.SPMDAxisContext):
-        return _PRODUCT.bind(*operands, call=call, out=out, devices=context.num_devices, mesh=None)
+        return bind(devices=context.num_devices, mesh=None)
     if not jax.config.jax_use_shardy_partitioner:
         # GSPMD would have us say what is mapped, and ends the process at any other custom call.
         if call.product.implementation == "reference":
@@ -470,4 +497,4 @@ def divided(call: Call, context, operands: Sequence, out: ShapedArray):
         )
     names, sizes = zip(*context.mesh.shape.items(), strict=True)
     mesh = names, sizes, tuple(sorted(context.manual_axes))
-    return _PRODUCT.bind(*operands, call=call, out=out, devices=context.mesh.size, mesh=mesh)
+    return bind(devices=context.mesh.size, mesh=mesh)

@@ -74,9 +74,8 @@ def _outer_lowering(name, ctx, *leaves, tree, product):
         call = partition.Call(name, own, product)
         operands = vary_alike(*partitioner.anchored(context, leaves))
         shape, types = call.out_shape(leaves), [*map(jax.typeof, operands)]
-        return partitioner.divided(
-            call, context, operands, out_aval(shape, product.out_dtype, types)
-        )
+        out = out_aval(shape, product.out_dtype, types)
+        return partitioner.divided(call, context, operands, [out])[0]
 
     def of_no_batch(*leaves):
         call = partition.Call(name, tree, product)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import conversion, dtypes
+from .._core import conversion, dtypes, parts
 from .._core import float_bits as fb
 from .._core.float_bits import i32, u32
 from .._kernels import problems
@@ -138,11 +138,61 @@ def _problem_of_largest(x, group_sizes, wanted):
     return _problem(x, math.prod(x.shape[:-1]), 0)
 
 
+# ---- on several devices -------------------------------------------------------------------------
+
+
+def _parts_of_codes(part, x, scales, group_sizes, row_index, *, axes, measures, **static):
+    """Matrices, rows and columns may be divided; not rows that are padded group by group. Codes are
+    made before they are padded, so that nothing else is gathered."""
+    if row_index is not None:
+        return None
+    static |= {"measures": measures}
+    if -2 in axes and group_sizes is not None and scales is not None:
+        by_rows, *found = _parts_of_codes(
+            part, x, scales, group_sizes, None, axes=(-1,), **static
+        )  # fmt: skip
+        static["measures"] = False
+        along = _parts_of_codes(part, by_rows, None, group_sizes, None, axes=(-2,), **static)
+        made = {-1: by_rows, -2: along[0]}
+        return *(made[axis] for axis in axes), *found
+    run = functools.partial(_codes, axes=axes, **static)
+    types = jax.eval_shape(run, x, scales, group_sizes, None)
+    lead, rows = parts.letters(x), "r"
+    if -2 in axes and group_sizes is not None:
+        rows = parts.WHOLE
+    words = [lead + (f"{rows}c" if axis == -1 else f"c{rows}") for axis in axes]
+    words += [lead + parts.WHOLE] * measures
+    of_scales = None if scales is None else lead
+    given = f"{lead}{rows}c", of_scales, None if group_sizes is None else parts.WHOLE, None
+    results = [*zip(words, types, strict=True)]
+    return tuple(part(given, results, x, scales, group_sizes, None, axes=axes, **static))
+
+
+def _local_codes(cut, x, scales, group_sizes, row_index, *, measures, **static):
+    group_sizes = cut.sizes(group_sizes, "r", x.shape[-2])
+    found = _CAST(x, scales, group_sizes, row_index, measures=measures, **static)
+    return (*found[:-1], cut.largest(found[-1], "rc")) if measures else found
+
+
+def _parts_of_largest(part, x, group_sizes, wanted):
+    lead = parts.letters(x)
+    given = f"{lead}rc", None if group_sizes is None else parts.WHOLE, None
+    if wanted is not None:
+        given = *given[:2], ""
+    types = jax.eval_shape(_largest, x, group_sizes)
+    return tuple(part(given, [(lead + parts.WHOLE, types)], x, group_sizes, wanted))
+
+
+def _local_largest(cut, x, group_sizes, wanted):
+    found = _LARGEST(x, cut.sizes(group_sizes, "r", x.shape[-2]), wanted)
+    return (cut.largest(found, "rc"),)
+
+
 _CAST = conversion.composed(
     "fp8_cast", _codes, conversion_calls.cast, _problem_of_codes,
-    batch=conversion.of_matrices(2), each=True,
+    batch=conversion.of_matrices(2), each=True, parts=_parts_of_codes, local=_local_codes,
 )  # fmt: skip
 _LARGEST = conversion.composed(
     "fp8_largest", _largest, conversion_calls.largest, _problem_of_largest,
-    batch=conversion.of_matrices(1), each=True,
+    batch=conversion.of_matrices(1), each=True, parts=_parts_of_largest, local=_local_largest,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._core import conversion, dtypes, partition
+from .._core import conversion, dtypes, partition, parts
 from .._core import float_bits as fb
 from .._kernels import problems
 from .._quantized import padding
@@ -194,9 +194,37 @@ def _problem_of_codes(codes, scales, *, block, **__):
     )
 
 
+def _parts(part, x, group_sizes, seed, row_index, *, axes: tuple[int, ...], **static):
+    """Whole blocks may be divided; not rows that are padded group by group. Random numbers are
+    those of places in all of x, so an array that is rounded at random is composed."""
+    block = static["block"]
+    if seed is not None or row_index is not None or block is None or x.ndim < 2:
+        return None
+    if len(axes) == 2 and group_sizes is not None:
+        one = functools.partial(_parts, part, x, group_sizes, None, None, **static)
+        return *one(axes=axes[:1]), *one(axes=axes[1:])
+    run = functools.partial(_definition, axes=axes, **static)
+    types = jax.eval_shape(run, x, group_sizes, None)
+    places = {-1: "rc", -2: "cr"}
+    sizes = dict(zip("rc", x.shape[-2:], strict=True))
+    whole = {"r"} if -2 in axes and group_sizes is not None else set()
+    for word in (places[axis] for axis in axes):  # parts of a block would have other scales
+        whole |= {of for of, n in zip(word, block, strict=True) if sizes[of] % n}
+    named = functools.partial(parts.with_whole, whole=whole)
+    lead = parts.letters(x)
+    words = [lead + named(places[axis]) for axis in axes for _ in range(2)]
+    given = lead + named("rc"), None if group_sizes is None else parts.WHOLE, None, None
+    results = [*zip(words, types, strict=True)]
+    return tuple(part(given, results, x, group_sizes, None, None, axes=axes, **static))
+
+
+def _local(cut, x, group_sizes, seed, row_index, **static):
+    return _QUANTIZE(x, cut.sizes(group_sizes, "r", x.shape[-2]), seed, row_index, **static)
+
+
 _QUANTIZE = conversion.composed(
     "fp8_quantize", _definition, conversion_calls.quantize, _problem,
-    batch=conversion.of_matrices(1), each=True,
+    batch=conversion.of_matrices(1), each=True, parts=_parts, local=_local,
 )  # fmt: skip
 _DEQUANTIZE = conversion.composed(
     "fp8_dequantize", blocks.dequantize, conversion_calls.dequantize, _problem_of_codes,

@@ -176,6 +176,7 @@ def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, state,
     if quantized is not None:
         quantized = jax.tree.map(jax.lax.stop_gradient, quantized)
     products = (TensorProducts if by_tensor(recipe) else LinearProducts)(recipe, columns)
+    state = states.across_devices(state, (x, array_w, quantized, bias, group_sizes))
     out = linear(x, array_w, quantized, bias, group_sizes, key, products, state)
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(out, "jgg_fp8_grouped_linear")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, costs
+from .._core import check, costs, parts, segments
 from .._core.composed import Composed
 from .._core.costs import Cost
 from .._core.operations import operation
@@ -60,11 +60,11 @@ def fp8_grouped_mm(
     Rows of no group are exact zeros, whatever they hold.
 
     Kernels take codes of e4m3 ("sm89" also x of e5m2), x in blocks of ``(1, 128)`` and w in blocks
-    of ``(128, 128)``, or either with a scale for each matrix, on one device (or in ``shard_map``),
-    and under ``vmap`` where each of the batch has an operand of 2^20 numbers. Where x and w have a
-    scale for each matrix, kernels of bfloat16 multiply the codes otherwise, which bfloat16 holds.
-    Everything else is the XLA program, which multiplies float32 values and is closer to the exact
-    product.
+    of ``(128, 128)``, or either with a scale for each matrix. Of sharded operands they run on each
+    device's part, and under ``vmap`` where each of the batch has an operand of 2^20 numbers. Where
+    x and w have a scale for each matrix, kernels of bfloat16 multiply the codes otherwise, which
+    bfloat16 holds. Everything else is the XLA program, which multiplies float32 values and is
+    closer to the exact product.
 
     Args:
       x: mode ``"fp8"``, ``(T, K)``, as :func:`fp8_quantize` makes it: blocks of ``(1, 128)``,
@@ -216,6 +216,59 @@ def _call(platform, x, w, groups, options, *, product: Mm, fast: bool):
     return _CALLS[plan.kernel.name](plan, x, w, groups, options, product=product)
 
 
+def _parts(part, x, w, groups: Metadata, options: Epilogue, *, product: Mm, fast: bool):
+    """Rows, columns, K and matrices may be divided, in whole blocks."""
+    if groups.form.kind != "sizes":
+        return None
+    words, whole = _words(x, w, groups, product)
+
+    def run(of: Mm):
+        out = jax.ShapeDtypeStruct(of.out_shape(x, w), of.out_dtype)
+        results = [(parts.with_whole("tn", whole), out)]
+        (made,) = part(words, results, x, w, groups, product=of, fast=fast)
+        return made
+
+    if options.nothing:
+        return (run(product),)
+    product = of_any_shape(product)
+    return (quantized_product.FUSED.with_options(run, groups, w, options, product),)
+
+
+def _words(x: Quantized, w: Quantized, groups: Metadata, product: Mm):
+    """Those of the operands, and the letters of axes that blocks do not divide."""
+    of_x, of_w = "tk", "gnk" if product.transpose_w else "gkn"
+    blocked = [
+        (word, q.shape, (1, *q.block)[-len(word) :])
+        for word, q in ((of_x, x), (of_w, w))
+        if q.block is not None
+    ]
+    whole = set().union(*(parts.cut_blocks(*of) for of in blocked))
+    scales: dict[str, str] = {word: parts.of_scales(word, *of) for word, *of in blocked}
+
+    def of(q: Quantized, word: str, alone: str) -> Quantized:
+        codes, of_scales = (parts.with_whole(a, whole) for a in (word, scales.get(word, alone)))
+        return dataclasses.replace(q, weight=codes, scales=of_scales)
+
+    offset = None if groups.group_offset is None else ""
+    sizes = dataclasses.replace(groups, values=parts.WHOLE, group_offset=offset)
+    return (of(x, of_x, ""), of(w, of_w, "g"), sizes), whole
+
+
+def _local(cut, x, w, groups: Metadata, *, product: Mm, fast: bool):
+    """Sums over devices are float32, as those of ``partition``."""
+    sizes, offset = cut.sizes(groups.values, "t", x.shape[0]), groups.group_offset
+    if cut.divides("g"):
+        first = cut.index("g") * w.shape[0]
+        offset = first if offset is None else offset.reshape(()) + first.astype(offset.dtype)
+        product = product.replace(clears_rest=True)
+    dtype, product = product.out_dtype, product.replace(rows=x.shape[0])
+    if cut.divides("gk") and jnp.finfo(dtype).bits < 32:
+        product = product.replace(out_dtype=jnp.float32, cotangent_dtype=dtype)
+    here = segments.sizes(sizes, offset)
+    out = _MM(x, w, here, Epilogue(), product=product, fast=fast)
+    return (cut.total(out, "gk").astype(dtype),)
+
+
 def fast_fits(implementation: str | None, fast: bool, x: Quantized) -> bool:
     """Whether a fast kernel may run a product of x."""
     return fast and x.block is None and implementation in (None, "sm90")
@@ -250,7 +303,10 @@ def _cost(operands, values, outs, *, product: Mm, **_) -> Cost:
     return cost + costs.bias_cost(options.bias, rows, weights) + more
 
 
-_MM = Composed("jgg_fp8_grouped_mm", _composed, _call, each=True, keeps_call=True, cost=_cost)
+_MM = Composed(
+    "jgg_fp8_grouped_mm", _composed, _call, each=True, keeps_call=True, cost=_cost, parts=_parts,
+    local=_local,
+)  # fmt: skip
 
 
 def decoded(q: Quantized, implementation: str | None) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import check, costs, segments
+from .._core import check, costs, parts, segments
 from .._core.composed import Composed
 from .._core.costs import Cost
 from .._core.operations import operation
@@ -265,10 +266,57 @@ def _cost(operands, values, outs, **_) -> Cost:
     return Cost(2 * count * k * n, codes + costs.bytes_of((sizes, existing_out, outs)))
 
 
-_WGRAD = Composed("jgg_fp8_grouped_wgrad", _composed, _call, each=True, keeps_call=True, cost=_cost)
+def _parts(part, x, dy, group_sizes, existing_out, *, dtype, **static):
+    """Columns of both may be divided. Rows are padded group by group, and each device has all."""
+    w = parts.WHOLE
+    lines = lambda q, letter: dataclasses.replace(
+        q, weight=letter + w, scales="" if q.block is None else letter + w, positions=w
+    )
+    words = lines(x, "k"), lines(dy, "n"), w, None if existing_out is None else f"{w}nk"
+    out = _type(group_sizes, dy.shape[0], x.shape[0], dtype)
+    run = functools.partial(part, words, [(f"{w}nk", out)], x, dy, group_sizes, existing_out)
+    return tuple(run(dtype=dtype, **static))
+
+
+def _local(cut, *operands, **static):
+    del cut
+    return (_WGRAD(*operands, **static),)
+
+
+def _matrices_parts(part, x, dy, group_sizes, existing_out, *, dtype, **static):
+    """Rows may be divided, too."""
+    w = parts.WHOLE
+    rows = lambda q, letter: dataclasses.replace(q, weight=f"t{letter}", scales="")
+    words = rows(x, "k"), rows(dy, "n"), w, None if existing_out is None else f"{w}nk"
+    out = _type(group_sizes, dy.shape[1], x.shape[1], dtype)
+    run = functools.partial(part, words, [(f"{w}nk", out)], x, dy, group_sizes, existing_out)
+    return tuple(run(dtype=dtype, **static))
+
+
+def _matrices_local(cut, x, dy, group_sizes, existing_out, *, dtype, **static):
+    """Sums over devices are float32."""
+    if not cut.divides("t"):
+        return (_OF_MATRICES(x, dy, group_sizes, existing_out, dtype=dtype, **static),)
+    rows = x.shape[0]
+    here = cut.sizes(group_sizes, "t", rows)
+    out = cut.total(_OF_MATRICES(x, dy, here, None, dtype=jnp.dtype("float32"), **static), "t")
+    if existing_out is not None:
+        live = cut.total(here, "t") > 0
+        out = padding.accumulated(live, out, existing_out)
+    return (out.astype(dtype),)
+
+
+def _type(group_sizes, n: int, k: int, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((group_sizes.shape[0], n, k), dtype)
+
+
+_WGRAD = Composed(
+    "jgg_fp8_grouped_wgrad", _composed, _call, each=True, keeps_call=True, cost=_cost, parts=_parts,
+    local=_local,
+)  # fmt: skip
 _OF_MATRICES = Composed(
     "jgg_fp8_grouped_wgrad_of_matrices", _matrices_composed, _matrices_call, each=True,
-    keeps_call=True, cost=_matrices_cost,
+    keeps_call=True, cost=_matrices_cost, parts=_matrices_parts, local=_matrices_local,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._core import check
 from .._core.operations import INLINE
@@ -33,7 +34,9 @@ class FP8State:
 
     The gradient of a state is no derivative. It says which ranges the step has seen: element b is
     positive if a tensor had range b. Sums keep that, so the gradient is right for several calls
-    with one state, microbatches, ``scan``, ``vmap``, ``jax.checkpoint``, and devices::
+    with one state, microbatches, ``scan``, ``vmap`` and ``jax.checkpoint``. Where devices have
+    parts of a tensor, the range is that of the largest one, so the next state has the same bits on
+    all devices and on one::
 
         gradients, seen = jax.grad(loss, argnums=(0, 1))(params, state)
         state = state.updated(seen)
@@ -93,6 +96,31 @@ class FP8State:
 def _updated(state: FP8State, seen: FP8State) -> FP8State:
     older = lambda ages, counts: jnp.where(counts > 0, jnp.zeros_like(ages), ages + 1)
     return jax.tree.map(older, state, seen)
+
+
+def across_devices(states, operands):
+    """``states`` that vary over the mesh axes that some of ``operands`` vary over, as operations of
+    a ``shard_map`` need. Of all states the devices have seen the largest ranges: one all-reduce of
+    a number for each tensor."""
+    of = lambda tree: [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(tree)]
+    more = frozenset().union(*of(operands)) - frozenset().union(*of(states))
+    return _varied(states, tuple(sorted(more))) if more else states
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _varied(states, axes):
+    return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), states)
+
+
+def _largest_over(axes, _, seen):
+    leaves, tree = jax.tree.flatten(seen)
+    ranges = lax.iota(jnp.int32, tensors.RANGES)
+    own = jnp.stack([jnp.where(leaf > 0, ranges, -1).max() for leaf in leaves])
+    found = ranges == lax.pmax(own, axes)[:, None]
+    return (tree.unflatten(found.astype(jnp.float32)),)
+
+
+_varied.defvjp(lambda states, axes: (_varied(states, axes), None), _largest_over)
 
 
 def checked(op: str, name: str, state) -> FP8State:

@@ -39,6 +39,12 @@ def quantized(x, *, group_sizes=None, seed=None, ages=None, history: int = 1,
               element: str = "e4m3") -> Quantized:  # fmt: skip
     """``x``, ``(..., R, C)``, with a scale for each matrix: its own, or that of the largest range
     whose age is less than ``history``, if there is one. Rows of no group become zeros."""
+    static: Any = {"ages": ages, "history": history, "element": element}
+    return _with_ranges(x, group_sizes, seed, **static)[0]
+
+
+def _with_ranges(x, group_sizes, seed, *, ages, history: int, element: str):
+    """The same, and what is seen of x where there are ``ages``."""
     run: Any = functools.partial(_quantize, history=history, element=element, axes=(-1,))
     x = lax.stop_gradient(x)
     mesh = partition.explicit_mesh([x] if group_sizes is None else [x, group_sizes])
@@ -49,8 +55,8 @@ def quantized(x, *, group_sizes=None, seed=None, ages=None, history: int = 1,
         )
         specs = (of_codes,), of_scales, None if ages is None else whole
         run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)
-    (codes,), scales, _ = run(x, group_sizes, seed, ages)
-    return convert.made(codes, scales, block=None)
+    (codes,), scales, ranges = run(x, group_sizes, seed, ages)
+    return convert.made(codes, scales, block=None), ranges
 
 
 def quantized_both(x) -> tuple[Quantized, Quantized]:
@@ -71,9 +77,9 @@ def quantized_lines(x, group_sizes, *, seed=None, ages=None, history: int = 1,
     there are ``ages``."""
     x = lax.stop_gradient(x)
     if partition.explicit_mesh([x, group_sizes]) is not None:
-        static: Any = {"seed": seed, "ages": ages, "history": history, "element": element}
-        q = quantized(x, group_sizes=group_sizes, **static)
-        return q, q, None if ages is None else seen(x, group_sizes)
+        static: Any = {"ages": ages, "history": history, "element": element}
+        q, ranges = _with_ranges(x, group_sizes, seed, **static)
+        return q, q, ranges
     codes, scales, ranges = _quantize(
         x, group_sizes, seed, ages, history=history, element=element, axes=(-1, -2)
     )

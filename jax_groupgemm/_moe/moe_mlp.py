@@ -18,7 +18,7 @@ from .._core.operations import INLINE, operation_of_its_own_gradient
 from .._core.primitive import vary_alike
 from .._core.types import Activation, Implementation, Integers, Transport
 from .._fp8.recipe import FP8Recipe
-from .._fp8.state import FP8State
+from .._fp8.state import FP8State, across_devices
 from .._nvfp4.grouped_linear import NVFP4Recipe
 from .._quantized.array import Quantized
 from . import expert_parallel, sharding
@@ -145,7 +145,7 @@ def moe_mlp(
 
     **Sharded in other ways**, devices add partial results in float32, and gradients travel in their
     own dtype. No sharding may cut D, k or tiles of prepacked weights. Each device has scales and
-    random numbers of its own for a recipe.
+    random numbers of its own for a recipe. A state sees the largest numbers of all devices.
 
     **With an** :class:`FP8Recipe` the layer has the values of :func:`dispatch`,
     :func:`fp8_grouped_linear` twice and :func:`combine`. The backward pass quantizes a token's
@@ -227,7 +227,10 @@ def _one_device(layer: Layer, dtype, max_rows, operands: dict[str, Any], axis, t
     # over devices, and not gradients of R rows.
     names = ("x", "expert_weight", "up", "down", "up_bias", "down_bias")
     floats, tree = jax.tree.flatten({name: operands[name] for name in names})
-    operands = operands | tree.unflatten(vary_alike(*floats, come.index)[:-1])
+    floats = vary_alike(*floats, come.index)[:-1]
+    operands = operands | tree.unflatten(floats)
+    states = {name: operands[name] for name in ("up_state", "down_state")}
+    operands |= across_devices(states, floats)
     routing = route(come.index, experts_here, expert_offset=come.expert_offset, max_rows=max_rows)
     wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     weights, plan = layer.weights(operands), come.plan

@@ -77,7 +77,8 @@ def test_a_step_of_the_linear_layer():
 
 
 def test_not_taken():
-    """Elsewhere, of nothing, in a batch, of other blocks and shapes, and where XLA cuts arrays."""
+    """Elsewhere, of nothing, in a batch, of other blocks and shapes, and as one call where XLA cuts
+    arrays."""
     x = jnp.zeros((48, 64))
     assert TARGET in lowered(x)
     assert TARGET in lowered(x[0])
@@ -91,8 +92,9 @@ def test_not_taken():
     assert TARGET not in lowered(x[:40], axis=-2)
     assert TARGET in lowered(x[:40], jnp.array([40]), axis=-2)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.local_devices()[:2])
-    sharded = jax.device_put(x, NamedSharding(mesh, P("x")))
-    assert TARGET not in lowered(sharded)
+    text = lowered(jax.device_put(x, NamedSharding(mesh, P("x"))))
+    assert f"@{TARGET}(" not in text  # but each device's call
+    assert "@jgg_product(" in text
 
 
 # ---- on a GPU ----

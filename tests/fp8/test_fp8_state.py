@@ -285,7 +285,8 @@ def test_layers_in_a_scan(rng):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (AxisType.Auto, "T"), (AxisType.Explicit, "T"),
+        (AxisType.Explicit, "T"),
+        pytest.param(AxisType.Auto, "T", marks=pytest.mark.weekly),
         pytest.param(AxisType.Explicit, "K", marks=pytest.mark.weekly),
         pytest.param(AxisType.Explicit, "N", marks=pytest.mark.weekly),
         pytest.param(AxisType.Explicit, "G", marks=pytest.mark.weekly),
@@ -313,7 +314,7 @@ def test_sharded(problem, kind, name):
 
 @needs_two_devices
 def test_shard_map(problem):
-    """A state that is on every device sees the tensors of all."""
+    """A state that is on every device sees the largest ranges of all."""
     x, w, ct, sizes = problem
     state, xs, cts = known(133, 130), jnp.concatenate([x, 64 * x]), jnp.concatenate([ct, ct / 8])
 
@@ -328,7 +329,9 @@ def test_shard_map(problem):
     dw, seen = jit(jax.grad(mapped, (0, 1)))(w, state, xs, cts)
     a, b = one(x, w, ct, sizes, state), one(64 * x, w, ct / 8, sizes, state)
     assert_trees_close(dw, a[2] + b[2])
-    assert ranges(seen) == [sorted(p + q) for p, q in zip(ranges(a[3]), ranges(b[3]), strict=True)]
+    assert ranges(seen) == [max(p, q) for p, q in zip(ranges(a[3]), ranges(b[3]), strict=True)]
+    for leaf in jax.tree.leaves(seen):
+        assert leaf.max() == 1  # as on one device
 
 
 def test_export(problem):
