@@ -21,7 +21,8 @@ EXPECTED = {
         {
             # Whose warps multiply by themselves: see kWarps.
             "(QuantizedGemm|ScaledLines|UpAndDown)Sm90Config.*ByWarpsSm90|TransposedRows16Sm90|"
-            "TransposedScaledRows8Sm90|DirectGemmSm90Kernel|(Few|Some)(Grouped)?(Up|Down)Sm90Kernel": (
+            "TransposedScaledRows8Sm90|DirectGemmSm90Kernel|"
+            "(Few|Some)(Grouped)?(Up|Down)Sm90Kernel": (
                 "HMMA",
             ),
             "RouterSm90Kernel": ("FFMA",),  # in float32

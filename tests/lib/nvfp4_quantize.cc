@@ -73,8 +73,8 @@ extern "C" void stochastic_codes(float y, uint8_t* codes) {
   }
 }
 
-// The largest magnitude of each of `count` rotated blocks of float32, as amax finds it where `least`
-// was found before; 0 where that is not exceeded.
+// The largest magnitude of each of `count` rotated blocks of float32, as amax finds it where
+// `least` was found before; 0 where that is not exceeded.
 extern "C" void raised(const Values* x, long count, const uint32_t* least, uint32_t* largest) {
   for (long i = 0; i < count; ++i) {
     uint32_t bits = least[i];

@@ -87,8 +87,8 @@ extern "C" long wrong_quotients_by_constants() {
          WrongQuotients<31>() + WrongQuotients<63>() + WrongQuotients<255>();
 }
 
-// Quotients of `count` random pairs of mantissas, from reciprocals as wrong as they may be. Divisors
-// of few bits, such as scales in e4m3, need no refined reciprocals.
+// Quotients of `count` random pairs of mantissas, from reciprocals as wrong as they may be.
+// Divisors of few bits, such as scales in e4m3, need no refined reciprocals.
 extern "C" long wrong_quotients(long count, uint64_t seed) {
   long wrong = 0;
   for (long i = 0; i < count; ++i) {
