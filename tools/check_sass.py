@@ -21,7 +21,7 @@ EXPECTED = {
         {
             # Whose warps multiply by themselves: see kWarps.
             "(QuantizedGemm|ScaledLines|UpAndDown)Sm90Config.*ByWarpsSm90|TransposedRows16Sm90|"
-            "TransposedScaledRows8Sm90|DirectGemmSm90Kernel|"
+            "TransposedScaled(Rows|Lines)8Sm90|DirectGemmSm90Kernel|"
             "(Few|Some)(Grouped)?(Up|Down)Sm90Kernel": ("HMMA",),
             "RouterSm90Kernel": ("FFMA",),  # in float32
             "FewSumSm90Kernel": ("FADD", "ACQBULK"),  # behind the kernel whose terms it adds
