@@ -62,11 +62,11 @@ class Call:
         return self.product.out_shape(a, b)
 
     def out_shapes(self, operands: Sequence) -> list[tuple[int, ...]]:
-        """Of every result; a product has one."""
+        """A shape for every result; a product has one."""
         return [self.out_shape(operands)]
 
-    def plan(self, *fields) -> _Plan:
-        return _Plan(self, *fields)
+    def plan(self, *fields) -> Plan:
+        return Plan(self, *fields)
 
     def alone(self, bind: Callable, operands: Sequence) -> list:
         """The results where one device has all."""
@@ -74,13 +74,13 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Which mesh axes divide which axis letter."""
 
     call: Any
     letters: tuple[str, ...]  # of the operands and the results
     mesh_axes: dict[str, tuple[str, ...]]
-    mesh: Any  # what those axes are, as ``_Named``
+    mesh: Any  # what those axes are, as ``Named``
     units: dict[str, int]  # of each axis letter: its size, or whole quantization groups and words
 
     def in_specs(self, operands) -> list[P]:
@@ -167,7 +167,7 @@ class _Plan:
         return self.mesh.index(self.mesh_axes[letter]).astype(jnp.int32)
 
 
-class _Named:
+class Named:
     """Mesh axes by their names, as ``shard_map`` knows them."""
 
     def __init__(self, shape: dict[str, int]):
@@ -189,7 +189,7 @@ class _Named:
         return lax.pmax(a, axes)
 
 
-def plan_by(call: Any, mesh, specs, shapes, operands, allowed=None) -> _Plan:
+def plan_by(call: Any, mesh, specs, shapes, operands, allowed=None) -> Plan:
     """Give each axis letter the mesh axes of the first operand that shards it.
 
     ``specs``, ``shapes``: of the operands that are not metadata, and of the results. A mesh axis
@@ -317,11 +317,11 @@ def _without(of, dim: int, mesh) -> ShapedArray:
     return ShapedArray(shape, of.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _explicit_plan(call: Call, mesh, types, allowed) -> _Plan:
+def _explicit_plan(call: Call, mesh, types, allowed) -> Plan:
     count = len(call.letters(types)) - 1
     specs = [of.sharding.spec for of in types[:count]]
     shapes = [*(of.shape for of in types[:count]), call.out_shape(types)]
-    plan = plan_by(call, _Named(dict(mesh.shape)), [*specs, P()], shapes, types, allowed)
+    plan = plan_by(call, Named(dict(mesh.shape)), [*specs, P()], shapes, types, allowed)
     _check_explicit(plan, specs, types)
     return plan
 
@@ -332,7 +332,7 @@ def by_device(function, mesh, operands, in_specs, out_spec):
     devices = next((of.mesh for of in placed if isinstance(of, NamedSharding)), mesh)
     operands = [
         v
-        if _same(jax.typeof(v).sharding.spec, spec, v.ndim)
+        if same_spec(jax.typeof(v).sharding.spec, spec, v.ndim)
         else jax.sharding.reshard(v, NamedSharding(devices, spec))
         for v, spec in zip(operands, in_specs, strict=True)
     ]
@@ -443,11 +443,11 @@ def is_local() -> bool:
     return bool(mesh.manual_axes) and math.prod(left) == 1
 
 
-def _same(spec, wanted, rank) -> bool:
+def same_spec(spec, wanted, rank) -> bool:
     return _entries(spec, rank) == _entries(wanted, rank)
 
 
-def _check_explicit(plan: _Plan, specs, types) -> None:
+def _check_explicit(plan: Plan, specs, types) -> None:
     """Every sharding the user wrote must be one the plan keeps: nothing is gathered silently."""
     caller, names = plan.call.product.caller, _names(plan.call)
     for name, word, spec, of in zip(names, plan.letters[:-1], specs, types, strict=False):

@@ -35,8 +35,8 @@ class Parts:
     static: tuple[tuple[str, Any], ...]
 
 
-class Cut(partition._Plan):
-    """What a device has."""
+class Cut(partition.Plan):
+    """A plan, as the program of one device sees it."""
 
     def per_device(self, bind: Callable, *operands):
         given = self.call.tree.unflatten(operands)
@@ -56,6 +56,7 @@ class Cut(partition._Plan):
         return self.mesh.total(a, axes) if axes else a
 
     def largest(self, a, letters: str):
+        """The largest numbers of those devices."""
         axes = self._axes(letters)
         return self.mesh.largest(a, axes) if axes else a
 
@@ -145,11 +146,11 @@ def explicit(name: str, mesh, words, results, *operands, **static) -> list:
     given = [of.sharding.spec for of in types]
     outs = call.out_shapes(leaves)
     plan = partition.plan_by(
-        call, partition._Named(dict(mesh.shape)), [*given, *(P() for _ in outs)],
+        call, partition.Named(dict(mesh.shape)), [*given, *(P() for _ in outs)],
         [*(of.shape for of in types), *outs], leaves, set(mesh.explicit_axes),
     )  # fmt: skip
     specs = plan.in_specs(leaves)
-    if not all(map(partition._same, given, specs, (of.ndim for of in types))):
+    if not all(map(partition.same_spec, given, specs, (of.ndim for of in types))):
         raise NotDivided
     run = functools.partial(plan.per_device, partitioner.PER_DEVICE[name])
     out_specs = plan.out_specs(leaves)

@@ -199,7 +199,7 @@ def test_what_a_device_runs(scaling):
         targets = re.findall(r"custom_call @(jgg_\w+)\(", program)
         assert len(targets) == 1, call.name
         ran.setdefault(call.name, program)
-        # What finds the largest number is a cast of no codes.
+        # A cast of no codes finds the largest number.
         assert targets[0] == call.name.replace("largest", "cast")
     assert set(ran) == CALLS[scaling]
     assert f"tensor<{T // 2}x{K}xf8E4M3FN>" in ran["jgg_fp8_grouped_mm"]
@@ -369,7 +369,7 @@ def test_rows_of_others_are_zeros_before_they_are_added():
     for spec, clears in ((P("d"), True), (P(None, None, "d"), False)):
         shapes = [a.shape for a in leaves[:2]]
         plan = partition.plan_by(
-            call, partition._Named({"d": 2}), [P(), spec, P()], [*shapes, (T, N)], leaves
+            call, partition.Named({"d": 2}), [P(), spec, P()], [*shapes, (T, N)], leaves
         )
         parts = [jnp.zeros((T, K)), jnp.zeros((G // 2, K, N)), leaves[2]]
         jax.make_jaxpr(functools.partial(plan.per_device, run), axis_env=[("d", 2)])(*parts)

@@ -1,4 +1,4 @@
-"""What functions are lowered to: their custom calls' operands and attributes."""
+"""Custom calls that functions are lowered to: their operands and attributes."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""What every operation means, in float64 numpy, one row or segment at a time.
+"""The meaning of every operation in float64 numpy, one row or segment at a time.
 
 ``python -m jax_groupgemm.check`` has the meaning of codes and scales, and these tests take it from
 there.

@@ -341,7 +341,7 @@ def test_over_four_gib(rng):
         same_bytes(jax.device_get(jax.tree.map(lambda a, at=at: a[at : at + 1], got)), want)
 
 
-# Of so many rows that a product packs.
+# Products have so many rows that they pack.
 PRODUCTS = {
     "many": (6200, [2700, 3, 3400], {}),
     "none": (6200, [0, 0, 0], {}),
